@@ -170,13 +170,12 @@ def run_separately(
     environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
     places: list[str] = []
+    if hosts:
+        environment["SLURM_OVERLAP"] = "1"
+        places = ["-hosts", ",".join(hosts), "-ppn", "1"]
     if hosts and library_name().startswith("Open MPI"):
         places = ["--host", ",".join(f"{host}:1" for host in hosts)]
         places += ["-x", "PYTHONPATH"] if "PYTHONPATH" in environment else []
-    elif hosts:
-        places = ["-hosts", ",".join(hosts), "-ppn", "1"]
-    if hosts:
-        environment["SLURM_OVERLAP"] = "1"
     return subprocess.run(
         [launcher, *places, "-n", "2", *command],
         env=environment,

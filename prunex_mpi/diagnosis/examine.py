@@ -36,6 +36,7 @@ from prunex_mpi.diagnosis.launcher import check_launcher, describe_launcher, lau
 from prunex_mpi.diagnosis.library import check_library
 from prunex_mpi.diagnosis.links import Link, measure_links, wait_asleep
 from prunex_mpi.diagnosis.options import Options
+from prunex_mpi.diagnosis.probe import TRIALS
 from prunex_mpi.diagnosis.ranks import (
     check_between,
     check_mpi_buffers,
@@ -46,15 +47,6 @@ from prunex_mpi.diagnosis.ranks import (
 
 # Where one process of a job ends with an error, the launcher may end the others.
 SINGLETON_GRACE_S = 5.0
-OPERATIONS = {
-    "sum": "Allreduce SUM",
-    "reduce": "Reduce SUM",
-    "bcast": "Bcast",
-    "bor": "Allreduce BOR",
-    "alltoallv": "Alltoallv",
-    "allgather": "Allgather",
-    "allgatherv": "Allgatherv",
-}
 # A network file system may show a new file late.
 FILE_LIMIT_S = 5.0
 PAUSE_S = 0.1
@@ -138,11 +130,7 @@ def find_device(requested: str, host_rank: int) -> tuple[torch.device, str]:
 
 
 def ask_mpi(
-    topology: Topology,
-    requested: str,
-    device: torch.device,
-    quick: bool,
-    heartbeat: Heartbeat,
+    topology: Topology, requested: str, device: torch.device, quick: bool, heartbeat: Heartbeat
 ) -> tuple[bool | None, dict[str, str] | None]:
     """Return on rank 0 what the library claims of CUDA buffers and what the probe says.
 
@@ -153,7 +141,7 @@ def ask_mpi(
     claimed = claimed_cuda_support() if chosen else None
     wanted = chosen and not quick and requested != "host" and claimed is not False
     probed: dict[str, str] = {}
-    for step, (operation, name) in enumerate(OPERATIONS.items()):
+    for step, (operation, (name, _)) in enumerate(TRIALS.items()):
         heartbeat.beat(step)
         if wanted:
             probed[name] = probe(device.type, operation)

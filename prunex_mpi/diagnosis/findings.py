@@ -6,9 +6,12 @@ warnings and refuses the errors.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from prunex_mpi.base.errors import listed
+
+T = TypeVar("T")
 
 # From the worst on.
 SEVERITIES = ("error", "warning", "note", "ok")
@@ -66,21 +69,26 @@ def errors(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity == "error"]
 
 
-def differences(facts: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> str:
-    """Return which hosts have which value, "" where all ranks have the same."""
-    hosts: dict[str, list[str]] = {}
+def grouped(
+    facts: Iterable[RankFacts], value: Callable[[RankFacts], T]
+) -> dict[T, list[RankFacts]]:
+    """Sort the ranks by a value of theirs."""
+    found: dict[T, list[RankFacts]] = {}
     for rank in facts:
-        hosts.setdefault(value(rank), []).append(rank.host)
-    text = ", ".join(f"{found} on {listed(names)}" for found, names in hosts.items())
-    return text if len(hosts) > 1 else ""
+        found.setdefault(value(rank), []).append(rank)
+    return found
 
 
 def by_host(facts: Iterable[RankFacts]) -> dict[str, list[RankFacts]]:
     """Sort the ranks by the machine that they are on."""
-    hosts: dict[str, list[RankFacts]] = {}
-    for rank in facts:
-        hosts.setdefault(rank.host, []).append(rank)
-    return hosts
+    return grouped(facts, lambda rank: rank.host)
+
+
+def differences(facts: Sequence[RankFacts], value: Callable[[RankFacts], str]) -> str:
+    """Return which hosts have which value, "" where all ranks have the same."""
+    groups = grouped(facts, value).items()
+    text = ", ".join(f"{found} on {listed(r.host for r in ranks)}" for found, ranks in groups)
+    return text if len(groups) > 1 else ""
 
 
 def per_machine(
@@ -91,7 +99,4 @@ def per_machine(
     for host, ranks in by_host(facts).items():
         for finding in check(ranks):
             hosts.setdefault(finding, []).append(host)
-    return [
-        Finding(f.severity, f.subject, f"on {listed(names)}: {f.reason}", f.remedy)
-        for f, names in hosts.items()
-    ]
+    return [replace(f, reason=f"on {listed(names)}: {f.reason}") for f, names in hosts.items()]

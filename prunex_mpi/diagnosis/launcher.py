@@ -8,37 +8,26 @@ from prunex_mpi.diagnosis.findings import Finding
 def check_launcher(ranks: int, environment: Mapping[str, str]) -> list[Finding]:
     """Find a job that fell apart into jobs of one rank, by what the launcher left behind."""
     started, by_slurm = _started_ranks(environment)
-    if ranks == 1 and started > 1 and by_slurm:
-        return [
-            Finding(
-                "error",
-                "launcher",
-                f"Slurm started {started} tasks but MPI sees a world of 1 rank: srun and the MPI "
-                "library speak different PMI",
-                "try srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list names what there is), or the "
-                "mpirun of the library",
-            )
-        ]
     if ranks == 1 and started > 1:
-        return [
-            Finding(
-                "error",
-                "launcher",
-                f"the launcher started {started} ranks but MPI sees a world of 1: the launcher and "
-                "the MPI library are of different MPIs",
-                "use the mpirun of the library",
+        reason = (
+            f"the launcher started {started} ranks but MPI sees a world of 1: the launcher and "
+            "the MPI library are of different MPIs"
+        )
+        remedy = "use the mpirun of the library"
+        if by_slurm:
+            reason = (
+                f"Slurm started {started} tasks but MPI sees a world of 1 rank: srun and the MPI "
+                "library speak different PMI"
             )
-        ]
+            remedy = (
+                "try srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list names what there is), or the "
+                "mpirun of the library"
+            )
+        return [Finding("error", "launcher", reason, remedy)]
     name = describe_launcher(environment)
     if name == "none":
-        return [
-            Finding(
-                "note",
-                "launcher",
-                "this is one process without a launcher",
-                "start it as the job is to be started, with mpirun or srun, to judge that job",
-            )
-        ]
+        remedy = "start it as the job is to be started, with mpirun or srun, to judge that job"
+        return [Finding("note", "launcher", "this is one process without a launcher", remedy)]
     return [Finding("ok", "launcher", f"{name} started one job of {ranks} ranks")]
 
 
@@ -66,16 +55,10 @@ def describe_launcher(environment: Mapping[str, str]) -> str:
 
 def launcher_rank(environment: Mapping[str, str]) -> int:
     """Return the number that the launcher gave this process, whatever MPI makes of it."""
-    for variable in (
-        "OMPI_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_RANK",
-        "PMI_RANK",
-        "PMIX_RANK",
-        "SLURM_PROCID",
-    ):
-        if environment.get(variable):
-            return _count(environment, variable)
-    return 0
+    for name in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "PMI", "PMIX"):
+        if environment.get(f"{name}_RANK"):
+            return _count(environment, f"{name}_RANK")
+    return _count(environment, "SLURM_PROCID") if environment.get("SLURM_PROCID") else 0
 
 
 def _started_ranks(environment: Mapping[str, str]) -> tuple[int, bool]:

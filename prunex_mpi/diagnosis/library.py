@@ -68,15 +68,11 @@ def check_thread_level(facts: Sequence[RankFacts]) -> list[Finding]:
     if least.thread_level == THREAD_LEVELS[-1]:
         return [Finding("ok", "MPI threads", name)]
     hosts = listed([rank.host for rank in facts if rank.thread_level == least.thread_level])
-    return [
-        Finding(
-            "warning",
-            "MPI threads",
-            f"MPI gives no more than {name} on {hosts}: --overlap-steps is refused, whose exchange "
-            "has a thread of its own",
-            _more_threads(least),
-        )
-    ]
+    reason = (
+        f"MPI gives no more than {name} on {hosts}: --overlap-steps is refused, whose exchange "
+        "has a thread of its own"
+    )
+    return [Finding("warning", "MPI threads", reason, _more_threads(least))]
 
 
 def check_progress(facts: Sequence[RankFacts]) -> list[Finding]:
@@ -85,18 +81,14 @@ def check_progress(facts: Sequence[RankFacts]) -> list[Finding]:
         return []
     name = _library(facts).upper()
     variable = next((PROGRESS[key] for key in PROGRESS if key in name), "")
-    if variable and all(_is_on(rank, variable) for rank in facts):
+    if variable and all(r.mpi_settings.get(variable, "").lower() not in OFF for r in facts):
         return []
+    reason = (
+        "non-blocking collectives stand still while Python computes; nothing needs to be done: "
+        "gradients are moved on between layers, --overlap-steps has a thread of its own"
+    )
     remedy = f"{variable}=1 gives MPI a thread too, for a core per rank" if variable else ""
-    return [
-        Finding(
-            "note",
-            "MPI progress",
-            "non-blocking collectives stand still while Python computes; nothing needs to be done: "
-            "gradients are moved on between layers, --overlap-steps has a thread of its own",
-            remedy,
-        )
-    ]
+    return [Finding("note", "MPI progress", reason, remedy)]
 
 
 def check_agreement(facts: Sequence[RankFacts]) -> list[Finding]:
@@ -107,15 +99,12 @@ def check_agreement(facts: Sequence[RankFacts]) -> list[Finding]:
     for variable in (REDUCTIONS, HAN_SEGMENTS) if len(by_host(facts)) > 1 else (REDUCTIONS,):
         where = differences(facts, lambda rank, name=variable: rank.mpi_settings.get(name, "unset"))
         if where:
-            findings.append(
-                Finding(
-                    "error",
-                    "MPI settings",
-                    f"{variable} is {where}: ranks with different algorithms wait for ever, or sum "
-                    "wrongly",
-                    f"give every rank the same, with mpirun -x {variable}",
-                )
+            reason = (
+                f"{variable} is {where}: ranks with different algorithms wait for ever, or sum "
+                "wrongly"
             )
+            remedy = f"give every rank the same, with mpirun -x {variable}"
+            findings.append(Finding("error", "MPI settings", reason, remedy))
     return findings
 
 
@@ -127,7 +116,7 @@ def check_reductions(facts: Sequence[RankFacts], staged: bool) -> list[Finding]:
     """
     if not _library(facts).startswith("Open MPI v5.") or len(by_host(facts)) == 1:
         return []
-    if _everywhere(facts, REDUCTIONS, GOOD_REDUCTIONS):
+    if all(rank.mpi_settings.get(REDUCTIONS) in GOOD_REDUCTIONS for rank in facts):
         return []
     tree = "Open MPI sums by a binomial tree"
     if staged:
@@ -153,20 +142,20 @@ def check_segments(facts: Sequence[RankFacts]) -> list[Finding]:
     shared = max(len(ranks) for ranks in hosts.values()) > 1
     if not name.startswith("Open MPI v5.0.") or len(hosts) == 1 or not shared:
         return []
-    if all(_without_han(rank) or _long_segments(rank) for rank in facts):
+    if all(
+        _without_han(rank) or _is_above(rank, HAN_SEGMENTS, HAN_SEGMENT_BYTES) for rank in facts
+    ):
         return []
     leaders = [len({rank.node for rank in ranks}) for ranks in hosts.values()]
     what = "over the leaders, several per machine," if max(leaders) > 1 else "over all ranks"
     flat = "" if max(leaders) > 1 else " (--aggregation flat)"
-    return [
-        Finding(
-            "warning" if max(leaders) > 1 else "note",
-            "MPI segments",
-            f"Open MPI 5.0 sums {what}{flat} in segments of 64 KiB (HAN): 2.5 times as long as in "
-            "512 KiB at 1 Gbit/s",
-            f"set {HAN_SEGMENTS}={GOOD_SEGMENT_BYTES} on every rank",
-        )
-    ]
+    reason = (
+        f"Open MPI 5.0 sums {what}{flat} in segments of 64 KiB (HAN): 2.5 times as long as in "
+        "512 KiB at 1 Gbit/s"
+    )
+    severity = "warning" if max(leaders) > 1 else "note"
+    remedy = f"set {HAN_SEGMENTS}={GOOD_SEGMENT_BYTES} on every rank"
+    return [Finding(severity, "MPI segments", reason, remedy)]
 
 
 def check_sockets(facts: Sequence[RankFacts]) -> list[Finding]:
@@ -179,15 +168,11 @@ def check_sockets(facts: Sequence[RankFacts]) -> list[Finding]:
         return []
     if all(_without_tcp(rank) or _is_above(rank, SOCKETS, 1) for rank in facts):
         return []
-    return [
-        Finding(
-            "note",
-            "MPI sockets",
-            "where Open MPI goes over TCP, it has one connection for each pair of ranks: messages "
-            "in both directions take up to 1.75 times as long as with two",
-            f"set {SOCKETS}=2 on every rank",
-        )
-    ]
+    reason = (
+        "where Open MPI goes over TCP, it has one connection for each pair of ranks: messages "
+        "in both directions take up to 1.75 times as long as with two"
+    )
+    return [Finding("note", "MPI sockets", reason, f"set {SOCKETS}=2 on every rank")]
 
 
 def _library(facts: Sequence[RankFacts]) -> str:
@@ -204,14 +189,6 @@ def _more_threads(rank: RankFacts) -> str:
     return "take an MPI that gives MPI_THREAD_MULTIPLE, as Open MPI and MPICH do by default"
 
 
-def _everywhere(facts: Sequence[RankFacts], variable: str, values: Sequence[str]) -> bool:
-    return all(rank.mpi_settings.get(variable, "") in values for rank in facts)
-
-
-def _is_on(rank: RankFacts, variable: str) -> bool:
-    return rank.mpi_settings.get(variable, "").lower() not in OFF
-
-
 def _without_han(rank: RankFacts) -> bool:
     """Return whether this rank's environment keeps Open MPI from taking HAN."""
     if _leaves_out(rank.mpi_settings.get(OPEN_MPI_COMPONENTS, ""), "han"):
@@ -224,10 +201,6 @@ def _leaves_out(components: str, name: str) -> bool:
     """Return whether a list of components, or of those not to take (^), is one without `name`."""
     listed_there = name in components.lstrip("^").split(",")
     return bool(components) and components.startswith("^") == listed_there
-
-
-def _long_segments(rank: RankFacts) -> bool:
-    return _is_above(rank, HAN_SEGMENTS, HAN_SEGMENT_BYTES)
 
 
 def _without_tcp(rank: RankFacts) -> bool:

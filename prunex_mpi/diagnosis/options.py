@@ -1,24 +1,18 @@
 """Flags of `python -m prunex_mpi.doctor`."""
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from prunex_mpi.config.cli import convert_flag
 from prunex_mpi.config.parser import Parser, add_timeout, program_parser
 from prunex_mpi.config.resolve import make
-from prunex_mpi.settings.fields import Settings
 
 # A probe of one operation may take a minute.
 TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to look at; `settings` holds the flags that training has as well."""
-
-    settings: Settings
-    json_file: str
-    quick: bool
+# What was given, by the names of the flags; `settings` are made of those that training has too.
+Options = argparse.Namespace
 
 
 def build_parser() -> Parser:
@@ -41,16 +35,13 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without the program's name) asks for; neither torch nor MPI is loaded.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
-    settings = make(
+    given.settings = make(
         run_dir=given.run_dir,
         device=given.device,
         mpi_buffers=given.mpi_buffers,
         ranks_per_node=given.ranks_per_node,
         timeout=convert_flag("timeout", given.timeout),
     )
-    return Options(settings, given.json_file, given.quick)
+    return given

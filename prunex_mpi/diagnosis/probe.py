@@ -87,14 +87,15 @@ def try_allgatherv(world: MPI.Comm, device: str) -> None:
     assert torch.all(shares == expected), "Allgatherv gave wrong bytes"
 
 
+# By the words that ask for them: what they are called in MPI, and what tries them.
 TRIALS = {
-    "sum": try_sum,
-    "reduce": try_reduce,
-    "bcast": try_bcast,
-    "bor": try_bor,
-    "alltoallv": try_alltoallv,
-    "allgather": try_allgather,
-    "allgatherv": try_allgatherv,
+    "sum": ("Allreduce SUM", try_sum),
+    "reduce": ("Reduce SUM", try_reduce),
+    "bcast": ("Bcast", try_bcast),
+    "bor": ("Allreduce BOR", try_bor),
+    "alltoallv": ("Alltoallv", try_alltoallv),
+    "allgather": ("Allgather", try_allgather),
+    "allgatherv": ("Allgatherv", try_allgatherv),
 }
 
 
@@ -106,7 +107,7 @@ def main(device: str, *operations: str) -> None:
     if world.rank == 0:
         print(BEGUN, flush=True)
     for operation in operations or TRIALS:
-        TRIALS[operation](world, device)
+        TRIALS[operation][1](world, device)
     if world.rank == 0:
         print(PASSED, flush=True)
 

@@ -1,10 +1,18 @@
 """Judge what ranks say of themselves: software, clocks, nodes, cores, disk, GPUs and MPI."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from prunex_mpi.base.errors import listed
 from prunex_mpi.base.units import GIB, MIB
-from prunex_mpi.diagnosis.findings import Finding, RankFacts, by_host, differences, per_machine
+from prunex_mpi.diagnosis.findings import (
+    Finding,
+    RankFacts,
+    by_host,
+    differences,
+    grouped,
+    per_machine,
+)
 
 CLOCK_NOTE_S = 1.0
 CLOCK_WARNING_S = 60.0
@@ -35,18 +43,12 @@ def check_ranks(facts: Sequence[RankFacts], mpi_buffers: str, virtual: bool) -> 
 def check_versions(facts: Sequence[RankFacts]) -> list[Finding]:
     """Find software that is not the same on every rank."""
     findings = []
+    remedy = "start every rank in the same environment, on a file system that all nodes share"
     for name in facts[0].versions:
         where = differences(facts, lambda rank, name=name: rank.versions.get(name, "none"))
         if where:
-            findings.append(
-                Finding(
-                    "error" if name in MUST_AGREE else "warning",
-                    "versions",
-                    f"{name} is {where}",
-                    "start every rank in the same environment, on a file system that all nodes "
-                    "share",
-                )
-            )
+            severity = "error" if name in MUST_AGREE else "warning"
+            findings.append(Finding(severity, "versions", f"{name} is {where}", remedy))
     return findings or [Finding("ok", "versions", "the same software on every rank")]
 
 
@@ -56,53 +58,40 @@ def check_clocks(facts: Sequence[RankFacts]) -> list[Finding]:
     apart = fast.clock - slow.clock
     if apart <= CLOCK_NOTE_S:
         return [Finding("ok", "clocks", f"{apart:.3f} s apart")]
-    return [
-        Finding(
-            "warning" if apart > CLOCK_WARNING_S else "note",
-            "clocks",
-            f"{fast.host} is {apart:.1f} s ahead of {slow.host}; time limits and heartbeats are "
-            "compared between nodes",
-            "have the nodes set their clocks by one server (chrony, ntp)",
-        )
-    ]
+    severity = "warning" if apart > CLOCK_WARNING_S else "note"
+    reason = (
+        f"{fast.host} is {apart:.1f} s ahead of {slow.host}; time limits and heartbeats are "
+        "compared between nodes"
+    )
+    remedy = "have the nodes set their clocks by one server (chrony, ntp)"
+    return [Finding(severity, "clocks", reason, remedy)]
 
 
 def check_nodes(facts: Sequence[RankFacts], virtual: bool) -> list[Finding]:
     """Find nodes that are not what shares a machine, and nodes of different sizes."""
-    hosts_of = {node: sorted({r.host for r in ranks}) for node, ranks in _by_node(facts).items()}
-    wide = next(((node, hosts) for node, hosts in hosts_of.items() if len(hosts) > 1), None)
-    sizes = [len(ranks) for ranks in _by_node(facts).values()]
-    machines = len(by_host(facts))
-    if wide:
-        return [
-            Finding(
-                "warning",
-                "nodes",
-                f"node {wide[0]} spans {listed(wide[1])}: what is meant to stay inside a node "
-                "crosses the network",
-                "leave --ranks-per-node away, or give a divisor of the ranks per machine",
+    nodes = grouped(facts, lambda rank: rank.node)
+    sizes, machines = [len(ranks) for ranks in nodes.values()], len(by_host(facts))
+    for node, ranks in nodes.items():
+        if len(hosts := sorted({rank.host for rank in ranks})) > 1:
+            reason = (
+                f"node {node} spans {listed(hosts)}: what is meant to stay inside a node "
+                "crosses the network"
             )
-        ]
+            remedy = "leave --ranks-per-node away, or give a divisor of the ranks per machine"
+            return [Finding("warning", "nodes", reason, remedy)]
     if not virtual and len(sizes) > machines:
-        return [
-            Finding(
-                "warning",
-                "nodes",
-                f"{machines} machines make {len(sizes)} nodes: some ranks of one machine share no "
-                "memory, so they work as separate nodes",
-                "let the ranks of a machine share /dev/shm (containers), or give --ranks-per-node",
-            )
-        ]
+        reason = (
+            f"{machines} machines make {len(sizes)} nodes: some ranks of one machine share no "
+            "memory, so they work as separate nodes"
+        )
+        remedy = "let the ranks of a machine share /dev/shm (containers), or give --ranks-per-node"
+        return [Finding("warning", "nodes", reason, remedy)]
     if min(sizes) < max(sizes):
-        return [
-            Finding(
-                "note",
-                "nodes",
-                f"nodes of {min(sizes)} to {max(sizes)} ranks: averages are weighted, and the "
-                "smaller nodes wait for the larger",
-                "start the same number of ranks on every node",
-            )
-        ]
+        reason = (
+            f"nodes of {min(sizes)} to {max(sizes)} ranks: averages are weighted, and the "
+            "smaller nodes wait for the larger"
+        )
+        return [Finding("note", "nodes", reason, "start the same number of ranks on every node")]
     kind = "virtual nodes" if virtual else "nodes"
     text = f"{len(sizes)} {kind} of {sizes[0]} ranks on {machines} machines"
     return [Finding("ok", "nodes", text)]
@@ -114,9 +103,7 @@ def check_cores(facts: Sequence[RankFacts]) -> list[Finding]:
     def check(ranks: Sequence[RankFacts]) -> list[Finding]:
         usable = {core for rank in ranks for core in rank.cores}
         job_cores = max(len(usable), *(rank.job_cores for rank in ranks))
-        sharers: dict[tuple[int, ...], int] = {}
-        for rank in ranks:
-            sharers[rank.cores] = sharers.get(rank.cores, 0) + 1
+        sharers = Counter(rank.cores for rank in ranks)
         crowded = max(sharers, key=lambda cores: sharers[cores] / len(cores))
         bound, to = sharers[crowded], len(crowded)
         if bound <= to:
@@ -125,33 +112,17 @@ def check_cores(facts: Sequence[RankFacts]) -> list[Finding]:
         unbound = "start with mpirun --bind-to none, or srun --cpu-bind=none"
         wait = "a rank that waits in MPI keeps its core busy, so that the others stand still"
         if len(ranks) > job_cores:
-            return [
-                Finding(
-                    "warning",
-                    "cores",
-                    f"{len(ranks)} ranks share {job_cores} cores: {wait}",
-                    f"start at most {job_cores} ranks per machine",
-                )
-            ]
+            reason = f"{len(ranks)} ranks share {job_cores} cores: {wait}"
+            remedy = f"start at most {job_cores} ranks per machine"
+            return [Finding("warning", "cores", reason, remedy)]
         if bound > to:
-            return [
-                Finding(
-                    "warning",
-                    "cores",
-                    f"{bound} ranks are bound to the same {to} of {job_cores} cores: {wait}",
-                    unbound,
-                )
-            ]
+            reason = f"{bound} ranks are bound to the same {to} of {job_cores} cores: {wait}"
+            return [Finding("warning", "cores", reason, unbound)]
         if 2 * len(usable) <= job_cores:
-            on_cpu = any(not rank.gpu_id for rank in ranks)
-            return [
-                Finding(
-                    "warning" if on_cpu else "note",
-                    "cores",
-                    f"the ranks are bound to {len(usable)} of {job_cores} cores: the others idle",
-                    f"{unbound}, or more cores per rank (--cpus-per-task)",
-                )
-            ]
+            severity = "warning" if any(not rank.gpu_id for rank in ranks) else "note"
+            reason = f"the ranks are bound to {len(usable)} of {job_cores} cores: the others idle"
+            remedy = f"{unbound}, or more cores per rank (--cpus-per-task)"
+            return [Finding(severity, "cores", reason, remedy)]
         return [Finding("ok", "cores", f"{len(ranks)} ranks may use {len(usable)} cores")]
 
     return per_machine(facts, check)
@@ -162,19 +133,15 @@ def check_threads(facts: Sequence[RankFacts]) -> list[Finding]:
 
     def check(ranks: Sequence[RankFacts]) -> list[Finding]:
         cores = len({core for rank in ranks for core in rank.cores})
-        threads = sum(rank.threads for rank in ranks)
         each = max(rank.threads for rank in ranks)
-        if each > 1 and threads > cores:
+        if each > 1 and sum(rank.threads for rank in ranks) > cores:
+            reason = (
+                f"{len(ranks)} ranks of {each} threads share {cores} cores: they get in each "
+                "other's way"
+            )
             fair = max(1, cores // len(ranks))
-            return [
-                Finding(
-                    "warning",
-                    "threads",
-                    f"{len(ranks)} ranks of {each} threads share {cores} cores: they get in each "
-                    "other's way",
-                    f"set OMP_NUM_THREADS={fair}, or unset it for a fair share",
-                )
-            ]
+            remedy = f"set OMP_NUM_THREADS={fair}, or unset it for a fair share"
+            return [Finding("warning", "threads", reason, remedy)]
         return [Finding("ok", "threads", f"{each} per rank on {cores} cores")]
 
     return per_machine(facts, check)
@@ -186,14 +153,12 @@ def check_free_space(facts: Sequence[RankFacts]) -> list[Finding]:
     if free < 0:
         return []
     if free < LEAST_FREE_BYTES:
+        reason = (
+            f"{free / MIB:.0f} MiB are left for the run directory; two checkpoints of every "
+            "rank go there"
+        )
         return [
-            Finding(
-                "warning",
-                "free space",
-                f"{free / MIB:.0f} MiB are left for the run directory; two checkpoints of every "
-                "rank go there",
-                "make room, or give a --run-dir elsewhere",
-            )
+            Finding("warning", "free space", reason, "make room, or give a --run-dir elsewhere")
         ]
     return [Finding("ok", "free space", f"{free / GIB:.1f} GiB for the run directory")]
 
@@ -202,22 +167,11 @@ def check_shared_folder(folder: str, problems: Mapping[str, str]) -> list[Findin
     """Judge the folder of the run by what went wrong with it, by host."""
     if not problems:
         return [Finding("ok", "file system", f"every node opens what rank 0 writes for {folder}")]
+    remedy = "give a --run-dir that can be written, on a file system that all nodes share"
     return [
-        Finding(
-            "error",
-            "file system",
-            f"on {host}: {problem}",
-            "give a --run-dir that can be written, on a file system that all nodes share",
-        )
+        Finding("error", "file system", f"on {host}: {problem}", remedy)
         for host, problem in problems.items()
     ]
-
-
-def _by_node(facts: Iterable[RankFacts]) -> dict[int, list[RankFacts]]:
-    nodes: dict[int, list[RankFacts]] = {}
-    for rank in facts:
-        nodes.setdefault(rank.node, []).append(rank)
-    return nodes
 
 
 def check_devices(facts: Sequence[RankFacts]) -> list[Finding]:
@@ -228,42 +182,28 @@ def check_devices(facts: Sequence[RankFacts]) -> list[Finding]:
             Finding("error", "device", f"rank {rank.rank} on {rank.host}: {problem}")
             for problem, rank in problems.items()
         ]
-    where = differences(facts, lambda rank: rank.device.partition(":")[0])
-    if where:
-        return [
-            Finding(
-                "error",
-                "device",
-                f"the kinds of device differ between ranks: {where}",
-                "ask for GPUs on every node, or give --device cpu",
-            )
-        ]
-    kind = facts[0].device.partition(":")[0]
-    unused = kind == "cpu" and any(rank.gpus for rank in facts)
-    text = "every rank computes on the CPU" + (", beside GPUs" if unused else "")
-    return [Finding("ok", "device", text if kind == "cpu" else "every rank has a GPU")]
+    if where := differences(facts, lambda rank: rank.device.partition(":")[0]):
+        reason = f"the kinds of device differ between ranks: {where}"
+        remedy = "ask for GPUs on every node, or give --device cpu"
+        return [Finding("error", "device", reason, remedy)]
+    if facts[0].device != "cpu":
+        return [Finding("ok", "device", "every rank has a GPU")]
+    unused = ", beside GPUs" if any(rank.gpus for rank in facts) else ""
+    return [Finding("ok", "device", f"every rank computes on the CPU{unused}")]
 
 
 def check_gpus(facts: Sequence[RankFacts]) -> list[Finding]:
     """Find GPUs that several ranks share, and GPUs that nobody uses."""
 
     def check(ranks: Sequence[RankFacts]) -> list[Finding]:
-        users: dict[str, int] = {}
-        for rank in ranks:
-            if rank.gpu_id:
-                users[rank.gpu_id] = users.get(rank.gpu_id, 0) + 1
+        users = Counter(rank.gpu_id for rank in ranks if rank.gpu_id)
         if not users:
             return []
         most, gpus = max(users.values()), max(max(rank.gpus for rank in ranks), len(users))
         if most > 1:
-            return [
-                Finding(
-                    "warning",
-                    "GPU",
-                    f"{most} ranks share one GPU of {gpus}: they take turns, and share its memory",
-                    f"start at most {gpus} ranks per machine, each with a GPU that it sees",
-                )
-            ]
+            reason = f"{most} ranks share one GPU of {gpus}: they take turns, and share its memory"
+            remedy = f"start at most {gpus} ranks per machine, each with a GPU that it sees"
+            return [Finding("warning", "GPU", reason, remedy)]
         if len(users) < gpus:
             text = f"{gpus - len(users)} of {gpus} GPUs are not used"
             return [Finding("note", "GPU", text, f"start {gpus} ranks per machine")]
@@ -281,15 +221,13 @@ def check_allocator(facts: Sequence[RankFacts], mpi_buffers: str) -> list[Findin
     ]
     if not using or mpi_buffers == "host":
         return []
-    return [
-        Finding(
-            "error" if mpi_buffers == "device" else "warning",
-            "expandable_segments",
-            f"{using[0].allocator} on {listed([rank.host for rank in using])}: such memory can't "
-            "be shared between processes (CUDA IPC), which a CUDA-aware MPI does",
-            "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or give --mpi-buffers host",
-        )
-    ]
+    reason = (
+        f"{using[0].allocator} on {listed([rank.host for rank in using])}: such memory can't "
+        "be shared between processes (CUDA IPC), which a CUDA-aware MPI does"
+    )
+    remedy = "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or give --mpi-buffers host"
+    severity = "error" if mpi_buffers == "device" else "warning"
+    return [Finding(severity, "expandable_segments", reason, remedy)]
 
 
 def check_mpi_buffers(
@@ -336,14 +274,9 @@ def check_between(
     begun, problem = tried
     subject, where = "CUDA-aware MPI", f"between {hosts[0]} and {hosts[-1]}"
     if not begun:
-        return [
-            Finding(
-                "note",
-                subject,
-                f"not tried {where}: no job of its own could be started there ({problem})",
-                "start python -m prunex_mpi.diagnosis.probe cuda as the job is to be started",
-            )
-        ]
+        reason = f"not tried {where}: no job of its own could be started there ({problem})"
+        remedy = "start python -m prunex_mpi.diagnosis.probe cuda as the job is to be started"
+        return [Finding("note", subject, reason, remedy)]
     if not problem:
         return [Finding("ok", subject, f"every operation passed on CUDA buffers {where}")]
     if requested == "device":
@@ -366,12 +299,8 @@ def goes_through_host(
 
 def device_buffers_on_cpu() -> Finding:
     """Return what is wrong with device buffers where there is no device."""
-    return Finding(
-        "error",
-        "--mpi-buffers device",
-        "the tensors are on the CPU here",
-        "give --device cuda, or leave --mpi-buffers away",
-    )
+    remedy = "give --device cuda, or leave --mpi-buffers away"
+    return Finding("error", "--mpi-buffers device", "the tensors are on the CPU here", remedy)
 
 
 def device_buffers_refused(reason: str) -> Finding:
@@ -386,9 +315,5 @@ def _overridden(reason: str) -> Finding:
 
 
 def _staged(reason: str) -> Finding:
-    return Finding(
-        "note",
-        "CUDA-aware MPI",
-        f"{reason}; tensors go through host memory",
-        "load a CUDA-aware MPI to save the copies",
-    )
+    text = f"{reason}; tensors go through host memory"
+    return Finding("note", "CUDA-aware MPI", text, "load a CUDA-aware MPI to save the copies")

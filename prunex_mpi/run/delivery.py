@@ -17,7 +17,7 @@ from prunex_mpi.core.state import Problem, RunContext, State, weights
 from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.pretrained import read_initial
-from prunex_mpi.run.summary import add_up, closing_table, mean_speed
+from prunex_mpi.run.summary import add_up, mean_speed
 from prunex_mpi.run.tensor_file import save_tensors
 from prunex_mpi.settings.fields import Settings
 
@@ -91,11 +91,7 @@ def save_model(
 
 
 def summarise(
-    settings: Settings,
-    topology: Topology,
-    state: State,
-    records: list[dict[str, Any]],
-    status: str,
+    settings: Settings, topology: Topology, state: State, records: list[dict[str, Any]], status: str
 ) -> dict[str, Any]:
     """Return summary.json: totals over the run, the network in force, the last one's quality."""
     last = records[-1]
@@ -118,11 +114,6 @@ def summarise(
         "model": settings.model,
         "dataset": settings.dataset,
     }
-
-
-def print_table(totals: dict[str, Any], run_dir: Path) -> None:
-    """Print the table that ends a complete run."""
-    print_result(closing_table(totals, run_dir))
 
 
 def print_result(text: str) -> None:

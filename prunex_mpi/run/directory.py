@@ -154,10 +154,6 @@ class RunDirectory:
         self.finish_removals()
         self.lock.release()
 
-    def open_tensorboard(self, first: int) -> None:
-        """Write scalars of outer iteration `first` and later for TensorBoard from now on."""
-        self.tensorboard = Tensorboard(self.path, first)
-
     def remove_later(self, folders: list[Path]) -> None:
         """Remove folders while training goes on: gigabytes take as long to free as to write."""
 
@@ -188,16 +184,12 @@ class RunDirectory:
         self.removal = None
 
     def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
-        """Append one JSON object per line to the file `name`, one of LINES."""
+        """Append one JSON object per line to the file `name`; only LINES are in checkpoints."""
         text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
         with open(self.path / name, "a", encoding="utf-8", opener=no_links) as file:
             file.write(text)
-        self.records[name] = self.records[name].extended(text.encode())
-
-    def append_line(self, name: str, record: dict[str, Any]) -> None:
-        """Append a line to a file that is no part of checkpoints."""
-        with open(self.path / name, "a", encoding="utf-8", opener=no_links) as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        if name in LINES:
+            self.records[name] = self.records[name].extended(text.encode())
 
     def sizes(self) -> dict[str, list[int]]:
         """Bring the lines to the disk; return the size and checksum that each file then has."""
@@ -282,11 +274,11 @@ def new_folder(name: str) -> str:
         except FileExistsError:
             number += 1
             path = f"{name}-{number}"
+            continue
         except OSError:
             # Who opens the run says why.
-            return path
-        else:
-            return path
+            pass
+        return path
 
 
 def same_run(config: str, later: str) -> bool:

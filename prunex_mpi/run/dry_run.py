@@ -96,7 +96,8 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         return plan, kept_stats(mask, stats_groups).size
 
     def travelling(strict: float) -> Travelling:
-        return travelling_under(*planned(strict), layout, size)
+        plan, kept = planned(strict)
+        return Travelling(plan.numel, kept, layout.numel, size, len(plan.pieces))
 
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
     if settings.method.local_sgd:
@@ -105,7 +106,7 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     count = _rounds(settings)[0]
     run = [strictness(k, warmup, ramp) for k in exchanges_in(settings, count)]
     travels = {s: travelling(s) for s in {0.0, 1.0, *run}}
-    payloads = {s: bytes_of(settings.payload, t) for s, t in travels.items()}
+    payloads = {s: t.bytes(settings.payload) for s, t in travels.items()}
     total = sum(payloads[s] for s in run)
     dense = (layout.numel + statistics) * size
     model_row, topology_row = _what_runs(settings, topology, layout, statistics)
@@ -114,14 +115,9 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     rows = [model_row, topology_row, *payload_rows]
     if groups.total:
         kept = sum(kept_numel(nominal_mask(groups, 1.0, settings.round_to), groups))
-        rows = [
-            model_row,
-            ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"),
-            topology_row,
-            ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"),
-            *payload_rows,
-            *(("not pruned", text) for text in groups.excluded),
-        ]
+        rows.insert(1, ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"))
+        rows.insert(3, ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"))
+        rows += [("not pruned", text) for text in groups.excluded]
         if line := out_of_reach(groups, layout.numel):
             rows.append(("warning", line))
     if settings.fragments > 1:
@@ -306,20 +302,14 @@ class Travelling:
     size: int
     pieces: int
 
-
-def travelling_under(plan: Plan, statistics: int, layout: Layout, size: int) -> Travelling:
-    """Return what a packing plan sends, with the number of BatchNorm statistics."""
-    return Travelling(plan.numel, statistics, layout.numel, size, len(plan.pieces))
-
-
-def bytes_of(payload: str, what: Travelling) -> int:
-    """Return the bytes of a message between two or more nodes."""
-    return message_bytes(payload, what.parameters, what.statistics, what.size)
+    def bytes(self, payload: str) -> int:
+        """Return the bytes of a message between two or more nodes."""
+        return message_bytes(payload, self.parameters, self.statistics, self.size)
 
 
 def exchange_of(payload: str, what: Travelling, nodes: int, bucket_bytes: int) -> Exchange:
     """Return what phase 4 exchanges between `nodes` leaders."""
-    whole = bytes_of(payload, what)
+    whole = what.bytes(payload)
     last = 0 if payload == "fp32" else coded_bytes(STATISTICS, what.statistics, what.size)
     # Statistics are a vector of their own, unless everything travels as it is.
     buckets, gatherings = -(-(whole - last) // bucket_bytes), -(-last // bucket_bytes)
@@ -352,9 +342,7 @@ def cost_table(settings: Settings, asked: Estimate, what: Travelling) -> Table:
     step_s, steps = asked.step_ms / 1e3, settings.local_steps
     # `auto` takes the fewest steps that hide the exchange, at most these.
     behind = steps // LATEST if settings.overlap_steps == AUTO else settings.overlap_steps
-    transport = build_transport(
-        torch.device("cpu"), settings.bucket_mib, "host", settings.piece_kib
-    )
+    transport = build_transport(CPU, settings.bucket_mib, "host", settings.piece_kib)
     rows: list[tuple[Cell, ...]] = []
     for payload in PAYLOADS:
         for nodes in asked.nodes:

@@ -19,7 +19,7 @@ from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import Access, Reader, decoding_threads
 from prunex_mpi.data.text import TextSet, Windows, read_text_data, take_windows
-from prunex_mpi.data.text_files import CHARS, Tokenizer
+from prunex_mpi.data.text_files import BYTES, CHARS, FILE_NAME, Tokenizer
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.dummy_input import probe, transient_buffers
@@ -212,9 +212,7 @@ def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Da
 
 def _load_test_text(settings: Settings, names: Sequence[str]) -> TextSet:
     """Return the windows of the end of the text of a run, whose vocabulary has these names."""
-    known = None
-    if settings.tokenizer == CHARS:
-        known = Tokenizer(CHARS, len(names), "".join(names))
+    known = known_tokenizer(tuple(names))
     text = read_text_data(settings.data_dir, settings.tokenizer, known)
     if list(text.tokenizer.names) != list(names):
         raise UserError(
@@ -224,3 +222,12 @@ def _load_test_text(settings: Settings, names: Sequence[str]) -> TextSet:
         )
     samples = None, settings.test_samples
     return take_windows(text, settings.context, samples=samples, val_split=0.0, part=(0, 1))
+
+
+def known_tokenizer(names: tuple[str, ...]) -> Tokenizer | None:
+    """Return the tokenizer that has these `names`; None for a file, which they do not hold."""
+    if names == (BYTES,):
+        return Tokenizer(BYTES, 256)
+    if names and names[0].startswith(FILE_NAME):
+        return None
+    return Tokenizer(CHARS, len(names), "".join(names))

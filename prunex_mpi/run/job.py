@@ -20,6 +20,7 @@ from prunex_mpi.run import checkpoint, delivery, directory, start
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.kept import Kept, begin, put_back, tell
+from prunex_mpi.run.summary import closing_table
 from prunex_mpi.run.supervision import Checkpoints, train, write_checkpoint, write_last_checkpoint
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
@@ -121,7 +122,7 @@ def run(
             if status == "preempted":
                 log.info("stopped by %s: go on with --resume --run-dir %s", reason, path)
             elif world.rank == 0:
-                delivery.print_table(totals, path)
+                delivery.print_result(closing_table(totals, path))
 
             def wait(going: Callable[[], None]) -> None:
                 if files is not None:

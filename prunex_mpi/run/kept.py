@@ -22,12 +22,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.files import NODES
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import (
-    broadcast_text,
-    digests_agree,
-    gather_text,
-    run_collectively,
-)
+from prunex_mpi.comm.agreement import broadcast_text, digests_agree, gather_text, run_collectively
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.removal import fit_network
 from prunex_mpi.core.state import OWN, RunContext
@@ -113,10 +108,7 @@ class Kept:
 def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> None:
     """Note who is there, and how to go on with the run in `path`. Collective on `world`."""
     problem = context.problem
-    colours = {
-        "image_mean": tuple(problem.mean.tolist()),
-        "image_std": tuple(problem.std.tolist()),
-    }
+    colours = {"image_mean": tuple(problem.mean.tolist()), "image_std": tuple(problem.std.tolist())}
     kept.settings = replace(context.settings, run_dir=path, resume=True, **colours)
     here = json.dumps([topology.node_index, socket.gethostname(), os.getpid(), born(os.getpid())])
     lines = broadcast_text(topology.world, "\n".join(gather_text(topology.world, here)))
@@ -196,7 +188,7 @@ def tell(topology: Topology, files: RunDirectory | None, context: RunContext, ke
         what += " with what had not been sent yet"
     kept.changes.append(change | {"nodes": nodes, "ranks": ranks})
     if files is not None:
-        files.append_line(NODES, kept.changes[-1])
+        files.append(NODES, kept.changes[-1:])
     log.info(
         "%s: %d nodes with %d ranks go on from outer iteration %d after %.2g s, with %d samples "
         "per step",

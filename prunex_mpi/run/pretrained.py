@@ -31,13 +31,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.models.standalone import PLAN
-from prunex_mpi.models.trained import (
-    Moments,
-    digest_of,
-    find_torchvision_file,
-    fit_,
-    read_tensors,
-)
+from prunex_mpi.models.trained import Moments, digest_of, find_torchvision_file, fit_, read_tensors
 from prunex_mpi.run.directory import RunDirectory, read_summary
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.settings.fields import Settings
@@ -73,7 +67,8 @@ def load_initial_(
         digest = digest_of(path, going)
         check_same_file(path, digest, settings.init_digest, "--init-digest")
         log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
-        others = _knows_others(settings, classes)
+        known = _delivered(settings).get("classes", [])
+        others = bool(known and classes) and known != list(classes)
         if others and isinstance(inputs, Tokens):
             raise UserError(
                 f"--init-from {settings.init_from} knows other tokens than the text has: give the "
@@ -108,15 +103,20 @@ def _fit_file_(
     try:
         return fit_(model, read_tensors(path), inputs, str(path), others)
     except UserError:
-        _refuse_smaller(settings)
+        if _delivered(settings).get("layers"):
+            run = quote(str(Path(settings.init_from)), 250)
+            raise UserError(
+                f"--init-from {run}: its network became smaller while it was trained; give one of "
+                "these widths as --model, or a run without remove-dropped",
+                UNREADABLE,
+            ) from None
         raise
 
 
-def _knows_others(settings: Settings, classes: Sequence[str]) -> bool:
-    """Return whether `--init-from` is a run that was trained on classes of other names."""
+def _delivered(settings: Settings) -> dict[str, Any]:
+    """Return what the run of `--init-from` says that it has delivered, {} for a file."""
     path = Path(settings.init_from)
-    known = read_summary(path)["delivered"].get("classes", []) if path.is_dir() else []
-    return bool(known and classes) and known != list(classes)
+    return read_summary(path)["delivered"] if path.is_dir() else {}
 
 
 def check_same_file(path: Path, digest: str, wanted: str, flag: str) -> None:
@@ -139,17 +139,6 @@ def check_not_exported(path: Path, flag: str) -> None:
         )
 
 
-def _refuse_smaller(settings: Settings) -> None:
-    """Raise UserError where the weights of `--init-from` are of a run that changed its network."""
-    path = Path(settings.init_from)
-    if path.is_dir() and read_summary(path)["delivered"].get("layers"):
-        raise UserError(
-            f"--init-from {quote(str(path), 250)}: its network became smaller while it was "
-            "trained; give one of these widths as --model, or a run without remove-dropped",
-            UNREADABLE,
-        )
-
-
 def evaluate_initial(topology: Topology, files: RunDirectory | None, context: RunContext) -> None:
     """Evaluate the weights of `--init-from` before training; log it and write initial.json.
 
@@ -164,11 +153,7 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, context: Ru
     # It is no part of the first outer iteration, and no network that the run has made.
     position.best = []
     begin_iteration(position)
-    record = {
-        "from": settings.init_from,
-        "sha256": settings.init_digest,
-        **quality(context, found),
-    }
+    record = {"from": settings.init_from, "sha256": settings.init_digest, **quality(context, found)}
     log.info("before training: loss %.4f, %s", found["loss"], judged(record))
 
     def write() -> None:

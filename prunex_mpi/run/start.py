@@ -216,12 +216,7 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
     steady = any(isinstance(module, STEADYING) for module in problem.model.modules())
     for line in advice(context.settings, problem.steps, problem.lr_scale, steady=steady):
         log.warning("%s", line)
-    _warn_of_smaller_batches(context)
-
-
-def _warn_of_smaller_batches(context: RunContext) -> None:
-    """Warn that steps have fewer images than --batch-size, since a rank has no more."""
-    wanted, images = context.settings.batch_size, context.problem.train.batch_size
+    wanted, images = context.settings.batch_size, problem.train.batch_size
     if images < wanted:
         log.warning(
             "batch-size %d: a rank has %d images, which make a step; lower it, start fewer "
@@ -308,29 +303,19 @@ def assemble(
     What the settings leave to be measured is measured first, by a trial; the result's have it. Only
     if it `reads` are the weights those of `--init-from`: a checkpoint has its own.
     """
+
+    def try_out() -> Settings:
+        # Nothing is left of the trial: of its images on the device, above all.
+        trial = assemble(topology, trial_of(settings), dataset, device, transport, heartbeat)
+        heartbeat.enter("trial")
+        return tuned(topology, trial, settings)
+
     if is_left_to_measure(settings):
-        settings = try_out(topology, settings, dataset, device, transport, heartbeat)
+        settings = try_out()
     heartbeat.enter("model")
     inputs = inputs_from(dataset.sizes())
     model = run_collectively(topology.world, lambda: make_model(settings, inputs))
     return assemble_around(topology, settings, dataset, model, device, transport, heartbeat, reads)
-
-
-def try_out(
-    topology: Topology,
-    settings: Settings,
-    dataset: Dataset | TextSet,
-    device: torch.device,
-    transport: Transport,
-    heartbeat: Heartbeat,
-) -> Settings:
-    """Return the settings with what they leave to be measured; nothing of the trial is left.
-
-    Its images on the device, above all. Collective on `world`.
-    """
-    trial = assemble(topology, trial_of(settings), dataset, device, transport, heartbeat)
-    heartbeat.enter("trial")
-    return tuned(topology, trial, settings)
 
 
 def assemble_around(

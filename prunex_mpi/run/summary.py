@@ -28,13 +28,6 @@ def mean_speed(records: list[dict[str, Any]]) -> dict[str, float]:
     return {SPEED: trained / max(sum(taken), 1e-9)}
 
 
-def _setup_row(seconds: dict[str, float], sent: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the row of what the method did once to begin, where it did anything."""
-    if not seconds["setup"]:
-        return []
-    return [("set-up of the method", f"{seconds['setup']:.2f} s, {sent['setup'] / MIB:.2f} MiB")]
-
-
 def _in_all(summary: dict[str, Any]) -> str:
     """Return how long a run took; earlier jobs are counted by their outer iterations alone."""
     last = f"{summary['seconds_total']:.1f}"
@@ -60,24 +53,23 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         share += "; one node: none of it leaves the machine"
     pruned = [("parameters", f"{summary['parameters']:,}")]
     if summary["prunable"]:
-        before, after = summary["parameters"], summary["parameters_kept"]
         kept = f"{summary['prunable_kept']:,} of {summary['prunable']:,}"
         pruned = [
-            ("parameters", f"{before:,} before, {after:,} after pruning"),
+            ("parameters", f"{pruned[0][1]} before, {summary['parameters_kept']:,} after pruning"),
             ("prunable weights kept", f"{kept} (density {summary['density']:.3f})"),
         ]
     phases = ", ".join(f"{k} {v:.2f}" for k, v in seconds.items() if k != "total")
     before = []
-    if summary.get("initial"):
-        initial = summary["initial"]
+    if initial := summary.get("initial"):
         which = "test" if reached(initial, "test") else "val"
         name = f"{NAMES[which]} {measure.label} before training"
-        before = [(name, reached(initial, which))]
-    best = summary.get("validation")
-    if best:
+        before.append((name, reached(initial, which)))
+    if best := summary.get("validation"):
         value = f"{measure.text(best[measure.key])}, of outer iteration {best['iteration']}"
         before.append((f"{NAMES['val']} {measure.label}", value))
     speed = [("tokens per second", f"{summary[SPEED]:,.0f}")] if SPEED in summary else []
+    once = f"{seconds['setup']:.2f} s, {sent['setup'] / MIB:.2f} MiB"
+    setup = [("set-up of the method", once)] if seconds["setup"] else []
     return [
         ("status", f"{summary['status']} after {summary['iterations']} outer iterations"),
         *before,
@@ -91,7 +83,7 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("  mask agreement", f"{sent['mask'] / MIB:.2f} MiB"),
         ("  loss, norms, digests", f"{sent['control'] / MIB:.2f} MiB"),
         ("  evaluation", f"{sent['evaluate'] / MIB:.2f} MiB"),
-        *_setup_row(seconds, sent),
+        *setup,
         ("sent by a node, by ring algorithms", f"{sent['sent'] / MIB:.2f} MiB"),
         ("inside a node, per leader", f"{sent['intra'] / MIB:.2f} MiB"),
         ("seconds per phase", phases),

@@ -25,7 +25,7 @@ from prunex_mpi.core.schedule import local_steps, rounds_left, total_steps
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.run import checkpoint, checkpoint_files
-from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.directory import RunDirectory, Tensorboard
 from prunex_mpi.run.kept import Kept, keep
 from prunex_mpi.run.pretrained import evaluate_initial
 from prunex_mpi.run.records import RankRecords, tracing, write_trace
@@ -82,7 +82,7 @@ def train(
 
     def open_tensorboard() -> None:
         if settings.tensorboard and files is not None:
-            files.open_tensorboard(context.state.position.iteration)
+            files.tensorboard = Tensorboard(files.path, context.state.position.iteration)
 
     run_collectively(world, lambda: telling_disk_errors("the folder tensorboard", open_tensorboard))
     with (

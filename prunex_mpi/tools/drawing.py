@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -185,11 +184,3 @@ def _shortened(path: str) -> str:
     """Return what a path draws on one line, in hundredths of a point, a long curve in tenths."""
     decimals = 1 if len(path) > LONG_PATH else 2
     return " ".join(re.sub(rf"(\.\d{{{decimals}}})\d+", r"\1", path).split())
-
-
-def edges_of(positions: Sequence[float]) -> list[float]:
-    """Return the borders of columns about positions that rise."""
-    middles = [(a + b) / 2 for a, b in pairwise(positions)]
-    first = positions[0] - (middles[0] - positions[0] if middles else 0.5)
-    last = positions[-1] + (positions[-1] - middles[-1] if middles else 0.5)
-    return [first, *middles, last]

@@ -1,7 +1,7 @@
 """Test a run's or an exported network on images that the ranks share."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, FROM_FILES, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
-from prunex_mpi.tools.evaluate_text import describe_text, measure_text
+from prunex_mpi.tools.evaluate_text import describe_text, judge_text
 
 # Settings of a run that say on what it was tested.
 DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt", "tokenizer")
@@ -74,23 +74,21 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         data = run_collectively(world, lambda: data_of(network, options))
         if data["dataset"] == TEXT:
             found = judge_text(place, network, data, heartbeat)
-            run_collectively(world, lambda: _tell(world, options, found, describe_text))
-            return 0
-        with closing(load_images(place, network, data, heartbeat)) as dataset:
-            if options.skip_corrupt and dataset.reader is None:
-                raise UserError("skip-corrupt is for images in files; leave it away")
-            found = judge(place, network, dataset, options.batch_size, heartbeat)
-    run_collectively(world, lambda: _tell(world, options, found, describe))
+            words = describe_text(found, options)
+        else:
+            with closing(load_images(place, network, data, heartbeat)) as dataset:
+                if options.skip_corrupt and dataset.reader is None:
+                    raise UserError("skip-corrupt is for images in files; leave it away")
+                found = judge(place, network, dataset, options.batch_size, heartbeat)
+            words = describe(found, options)
+
+    def tell() -> None:
+        if options.json_file:
+            write_json(options.json_file, found)
+        print_result(words)
+
+    run_collectively(world, lambda: tell() if world.rank == 0 else None)
     return 0
-
-
-def judge_text(
-    place: Place, network: Network, data: Mapping[str, Any], heartbeat: Heartbeat
-) -> dict[str, Any]:
-    """Return how good `network` is on the test part of a text. Collective on `world`."""
-    network.model.to(place.device).eval()
-    where = data.get("test_samples", 0), place.device, heartbeat
-    return measure_text(place.topology.world, network, data, *where)
 
 
 def load_images(
@@ -139,18 +137,6 @@ def judge(
         raise_together(world, dataset.reader.error)
     sum_alike_(world, sums)
     return outcome(sums, network.classes or dataset.class_names)
-
-
-def _tell(
-    world: MPI.Comm,
-    options: Options,
-    found: dict[str, Any],
-    words: Callable[[dict[str, Any], Options], str],
-) -> None:
-    if world.rank == 0:
-        if options.json_file:
-            write_json(options.json_file, found)
-        print_result(words(found, options))
 
 
 def read_network(path: Path, given: Collection[str] = ()) -> Network:
@@ -235,11 +221,7 @@ def load_test(
     dataset = load(
         data["dataset"],
         data_dir=data["data_dir"],
-        access=Access(
-            mode=mode,
-            workers=threads,
-            skip_corrupt=data.get("skip_corrupt", False),
-        ),
+        access=Access(mode=mode, workers=threads, skip_corrupt=data.get("skip_corrupt", False)),
         train_samples=None,
         test_samples=data.get("test_samples", 0),
         image_size=network.inputs.side,
@@ -276,24 +258,18 @@ def count(
 
 def outcome(sums: np.ndarray, names: tuple[str, ...]) -> dict[str, Any]:
     """Return loss and accuracy of all images and of each class (None where it has no image)."""
-    images, right, losses = sums
-    total = int(images.sum())
-    classes = []
-    for label, (count, good, loss) in enumerate(sums.T.tolist()):
-        classes.append(
-            {
-                "class": names[label] if names else str(label),
-                "images": int(count),
-                "accuracy": good / count if count else None,
-                "loss": loss / count if count else None,
-            }
-        )
-    return {
-        "images": total,
-        "loss": float(losses.sum()) / total,
-        "accuracy": float(right.sum()) / total,
-        "classes": classes,
-    }
+    classes = [
+        {
+            "class": names[label] if names else str(label),
+            "images": int(count),
+            "accuracy": right / count if count else None,
+            "loss": loss / count if count else None,
+        }
+        for label, (count, right, loss) in enumerate(sums.T.tolist())
+    ]
+    images, right, loss = sums.sum(axis=1).tolist()
+    total = {"images": int(images), "loss": loss / images, "accuracy": right / images}
+    return {**total, "classes": classes}
 
 
 def describe(found: dict[str, Any], options: Options) -> str:

@@ -1,7 +1,7 @@
 """Flags of `python -m prunex_mpi.evaluate`."""
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from prunex_mpi.base.errors import UserError
@@ -14,21 +14,8 @@ BATCH, CLASSES, MAX_COUNT, TIMEOUT_S = 256, 20, 10**6, 1800
 OWN_MODEL = "repeat the run's own model, package.module:factory: importing it runs its code"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to test on which data; empty and None stand for what the run was tested on."""
-
-    network: Path
-    model: str
-    dataset: str
-    data_dir: str
-    test_samples: int | None
-    skip_corrupt: bool
-    batch_size: int
-    device: str
-    classes: int
-    json_file: str
-    timeout: float
+# What was given, by the names of the flags; empty and None stand for what the run was tested on.
+Options = argparse.Namespace
 
 
 def build_parser() -> Parser:
@@ -41,7 +28,8 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     datasets = choices_shown(SHARED["dataset"].metadata)
-    add("network", metavar="RUN|MODEL", help="folder of a complete run, or of an exported network")
+    where = "folder of a complete run, or of an exported network"
+    add("network", type=Path, metavar="RUN|MODEL", help=where)
     add("--model", default="", metavar="NAME", help=OWN_MODEL)
     add(
         "--dataset",
@@ -82,20 +70,13 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without the program's name) asks for; torch is not loaded.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     check_range(given, "classes", 0, MAX_COUNT)
     if not 1 <= given.batch_size <= MAX_COUNT:
         raise UserError(f"--batch-size must be from 1 to {MAX_COUNT}, not {given.batch_size}")
-    samples = given.test_samples
-    converted = {
-        "network": Path(given.network),
-        "dataset": convert_flag("dataset", given.dataset) if given.dataset else "",
-        "test_samples": None if samples is None else convert_flag("test_samples", samples),
-        "device": convert_flag("device", given.device),
-        "timeout": convert_flag("timeout", given.timeout),
-    }
-    return Options(**{**vars(given), **converted})
+    asked = ["dataset"] if given.dataset else []
+    asked += ["test_samples"] if given.test_samples is not None else []
+    for name in (*asked, "device", "timeout"):
+        setattr(given, name, convert_flag(name, getattr(given, name)))
+    return given

@@ -7,8 +7,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mpi4py import MPI
-
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.record_keys import reached
@@ -17,23 +15,22 @@ from prunex_mpi.comm.agreement import run_collectively, sum_alike_
 from prunex_mpi.core.task import by_position, next_token
 from prunex_mpi.core.text_loading import READ, share_text
 from prunex_mpi.data.text import TextSet, take_windows, window_batches
-from prunex_mpi.data.text_files import BYTES, CHARS, FILE_NAME, Tokenizer
 from prunex_mpi.models.inputs import Tokens
+from prunex_mpi.run.finished_run import known_tokenizer
+from prunex_mpi.run.start import Place
 from prunex_mpi.tools.evaluate_options import Options
 
 
-def measure_text(
-    world: MPI.Comm,
-    network: Any,
-    data: Mapping[str, Any],
-    samples: int,
-    device: torch.device,
-    heartbeat: Heartbeat,
+def judge_text(
+    place: Place, network: Any, data: Mapping[str, Any], heartbeat: Heartbeat
 ) -> dict[str, Any]:
-    """Return what a `network` of evaluate_network.py comes to; the same on every rank.
+    """Return how good a `network` of evaluate_network.py is on the test part of a text.
 
-    Raises UserError on every rank where the text is of another vocabulary. Collective on `world`.
+    The same on every rank. Raises UserError on every rank where the text is of another vocabulary.
+    Collective on `world`.
     """
+    world = place.topology.world
+    network.model.to(place.device).eval()
     known = known_tokenizer(network.classes)
     name = known.name if known else data.get("tokenizer", "")
     if not name:
@@ -45,7 +42,7 @@ def measure_text(
     where = (world.rank, world.size)
 
     def take() -> TextSet:
-        windows = (None, samples)
+        windows = (None, data.get("test_samples", 0))
         text = take_windows(read, network.inputs.context, samples=windows, val_split=0, part=where)
         if text.class_names != network.classes:
             raise UserError(
@@ -57,19 +54,10 @@ def measure_text(
 
     text = run_collectively(world, take)
     heartbeat.enter("evaluate")
-    sums = count(network.model, text, network.inputs, device, heartbeat)
+    sums = count(network.model, text, network.inputs, place.device, heartbeat)
     sum_alike_(world, sums)
     task = next_token(text.context, read.bytes_per_token)
     return {"tokens": int(sums[1]), **task.outcome(float(sums[0] / sums[1]), 0.0)}
-
-
-def known_tokenizer(names: tuple[str, ...]) -> Tokenizer | None:
-    """Return the tokenizer that has these `names`; None for a file, which they do not hold."""
-    if names == (BYTES,):
-        return Tokenizer(BYTES, 256)
-    if names and names[0].startswith(FILE_NAME):
-        return None
-    return Tokenizer(CHARS, len(names), "".join(names))
 
 
 @torch.no_grad()

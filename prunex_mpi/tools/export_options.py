@@ -1,7 +1,7 @@
 """Flags of `python -m prunex_mpi.export`."""
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from prunex_mpi.config.parser import Parser, check_range, program_parser
@@ -12,19 +12,8 @@ MAX_COUNT = 10**6
 OWN_MODEL = "repeat the run's own model, package.module:factory: importing it runs its code"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to export, and how to prove and measure it."""
-
-    run: Path
-    model: str
-    dataset: str
-    data_dir: str
-    onnx: bool
-    torch_export: bool
-    images: int
-    device: str
-    repeat: int
+# What was given, by the names of the flags.
+Options = argparse.Namespace
 
 
 def build_parser() -> Parser:
@@ -35,7 +24,7 @@ def build_parser() -> Parser:
         "computes the same, and measure what it saves.",
     )
     add = parser.add_argument
-    add("run", metavar="RUN", help="folder of a complete run")
+    add("run", type=Path, metavar="RUN", help="folder of a complete run")
     add("--model", default="", metavar="NAME", help=OWN_MODEL)
     add("--dataset", default="", metavar="NAME", help="likewise, the run's own data")
     add("--onnx", action="store_true", help="write model.onnx as well")
@@ -66,11 +55,8 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without the program's name) asks for; torch is not loaded.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     check_range(given, "images", 0, MAX_COUNT)
     check_range(given, "repeat", 0, MAX_COUNT)
-    return Options(**{**vars(given), "run": Path(given.run)})
+    return given

@@ -24,6 +24,7 @@ EXACT = 1e-9
 # Times what float32 costs the masked network, which depends on the processor.
 ROUNDINGS = 8
 BATCH = 100
+UNPROVEN = ", so it can't be proven that the smaller one is the same"
 EXACT_BATCHES = 2  # float64 is slow, and an error of the structure shows on any image
 BATCHES = (1, 128)  # images per call when timed
 SAMPLE_S = 0.02  # at least, or the clock and the first touch of memory count
@@ -85,14 +86,19 @@ def prove(
     images = masked_right = smaller_right = answers_differ = 0
     difference = exact = rounding = scale = 0.0
     for number, (inputs, labels) in enumerate(batches):
-        wanted, found = masked(inputs), _outputs_of(smaller, inputs)
+        wanted = masked(inputs)
+        found = _tried(smaller, inputs, "the smaller network does not run")
         images += labels.numel()
         difference = max(difference, _apart(wanted, found))
         scale = max(scale, float(wanted.abs().max()))
         # Not before they have run without gradients: some keep a result, which can be copied then.
         doubles = doubles or [doubled(network) for network in (masked, smaller)]
         if number < EXACT_BATCHES:
-            wanted_exactly, found_exactly = (_in_double(network, inputs) for network in doubles)
+            exactly = inputs.double() if inputs.is_floating_point() else inputs
+            wanted_exactly, found_exactly = (
+                _tried(network, exactly, "the network does not run in float64", UNPROVEN)
+                for network in doubles
+            )
             exact = max(exact, _apart(wanted_exactly, found_exactly))
             rounding = max(rounding, _apart(wanted.double(), wanted_exactly))
         answers = [outputs.argmax(dim=-1) for outputs in (wanted, found)]
@@ -110,13 +116,14 @@ def prove(
     return proof
 
 
-def _outputs_of(smaller: nn.Module, inputs: Tensor) -> Tensor:
+def _tried(network: nn.Module, inputs: Tensor, problem: str, so: str = "") -> Tensor:
+    """Return what a network makes of inputs; raise UserError (FAILURE) where it can't."""
     try:
-        return smaller(inputs)
-    # The model's own code can meet anything at other sizes.
+        return network(inputs)
+    # The model's own code can meet anything at other sizes, and in another dtype.
     except Exception as error:
         raise UserError(
-            f"the smaller network does not run ({one_line(error)}): nothing was written", FAILURE
+            f"{problem} ({one_line(error)}){so}: nothing was written", FAILURE
         ) from error
 
 
@@ -124,18 +131,6 @@ def _apart(wanted: Tensor, found: Tensor) -> float:
     """Return the largest difference, infinite where there is something that is not a number."""
     apart = (wanted - found).abs()
     return float(apart.max()) if apart.isfinite().all() else math.inf
-
-
-def _in_double(network: nn.Module, images: Tensor) -> Tensor:
-    try:
-        return network(images.double() if images.is_floating_point() else images)
-    # Whatever a model's own code meets there.
-    except Exception as error:
-        raise UserError(
-            f"the network does not run in float64 ({one_line(error)}), so it can't be proven that "
-            "the smaller one is the same: nothing was written",
-            FAILURE,
-        ) from error
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -172,25 +167,21 @@ def compare(
     and on the CPU, of any number; `sizes` are bytes of files.
     """
     larger, smaller = networks.values()
-    rows: list[tuple[Cell, ...]] = []
-
-    def add(name: str, before: float, after: float, gain: float) -> None:
-        rows.append((name, before, after, float(gain)))
-
-    counts = [count_parameters(m) for m in (larger, smaller)]
-    add("parameters", *counts, counts[0] / counts[1])
-    counts = [count_multiply_adds(m, images) for m in (larger, smaller)]
-    add(f"multiply-adds per {inputs.unit}", *counts, counts[0] / counts[1])
-    mib = [size / MIB for size in sizes]
-    add("MiB of the file", *mib, mib[0] / mib[1])
+    counted = [count_multiply_adds(m, images) for m in (larger, smaller)]
+    found: list[tuple[str, float, float]] = [
+        ("parameters", *map(count_parameters, (larger, smaller))),
+        (f"multiply-adds per {inputs.unit}", *counted),
+        ("MiB of the file", *(size / MIB for size in sizes)),
+    ]
+    rows: list[tuple[Cell, ...]] = [(*row, row[1] / row[2]) for row in found]
     for device in devices if repeat else ():
         for size in BATCHES:
             batch = images[torch.arange(size) % len(images)].to(device)
             before, after = _seconds(larger.to(device), smaller.to(device), batch, repeat)
             name = f"{device.type}, batch {size}:"
-            add(f"{name} ms", 1e3 * before, 1e3 * after, before / after)
-            many = size * inputs.predictions
-            add(f"{name} {inputs.counted}s/s", many / before, many / after, before / after)
+            rows.append((f"{name} ms", 1e3 * before, 1e3 * after, before / after))
+            many, what = size * inputs.predictions, f"{name} {inputs.counted}s/s"
+            rows.append((what, many / before, many / after, before / after))
     return Table("Full size, and smaller", ("", *networks, "times"), tuple(rows))
 
 
@@ -217,7 +208,5 @@ def _seconds(
     (run_larger, larger_calls), (run_smaller, smaller_calls) = repeated(larger), repeated(smaller)
     actions = {"larger": Action(run_larger), "smaller": Action(run_smaller)}
     times = wall_times(actions, repeat, batch.device, Heartbeat())
-    return (
-        float(np.median(times["larger"])) / larger_calls,
-        float(np.median(times["smaller"])) / smaller_calls,
-    )
+    larger_s, smaller_s = (float(np.median(taken)) for taken in times.values())
+    return larger_s / larger_calls, smaller_s / smaller_calls

@@ -263,6 +263,16 @@ def loader_source() -> str:
     return "\n\n".join([OUR_IMPORTS.sub("", texts[0]), *texts[1:]])
 
 
+@contextmanager
+def _exporting(how: str, flag: str) -> Iterator[None]:
+    """Say in a UserError that a network can't be written, whatever the exporter meets in it."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"the network can't be written {how} ({one_line(error)}): leave {flag} out"
+        raise UserError(reason, FAILURE) from error
+
+
 def write_onnx(
     folder: Path, model: nn.Module, inputs: Inputs, images: Tensor, allowed: float
 ) -> str:
@@ -273,25 +283,13 @@ def write_onnx(
     """
     import onnxruntime
 
-    try:
+    names = {"input_names": [f"{inputs.counted}s"], "output_names": ["logits"]}
+    with _exporting("as ONNX", "--onnx"):
         program, limit = _trace(model, inputs, images)
-        torch.onnx.export(
-            program,
-            (),
-            folder / ONNX,
-            dynamo=True,
-            external_data=False,
-            input_names=[f"{inputs.counted}s"],
-            output_names=["logits"],
-            verbose=False,
-        )
+        how = {"dynamo": True, "external_data": False, "verbose": False, **names}
+        torch.onnx.export(program, (), folder / ONNX, **how)
         session = onnxruntime.InferenceSession(folder / ONNX, providers=["CPUExecutionProvider"])
         (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    # Whatever the exporter meets in a model's code.
-    except Exception as error:
-        raise UserError(
-            f"the network can't be written as ONNX ({one_line(error)}): leave --onnx out", FAILURE
-        ) from error
     apart = _distance(model, images, torch.from_numpy(found), allowed, "ONNX")
     return f"{ONNX}: outputs differ by at most {apart:.2g}{limit}"
 
@@ -300,7 +298,7 @@ def write_torch_export(
     folder: Path, model: nn.Module, inputs: Inputs, images: Tensor, allowed: float
 ) -> str:
     """Write model.pt2 for torch.export.load; as `write_onnx` otherwise."""
-    try:
+    with _exporting("by torch.export", "--torch-export"):
         program, limit = _trace(model, inputs, images)
         # Where each operation was called from: paths of this machine.
         for node in program.graph.nodes:
@@ -308,13 +306,6 @@ def write_torch_export(
         torch.export.save(program, folder / TORCH_EXPORT)
         with torch.no_grad():
             found = torch.export.load(folder / TORCH_EXPORT).module()(images)
-    # Whatever the exporter meets in a model's code.
-    except Exception as error:
-        raise UserError(
-            f"the network can't be written by torch.export ({one_line(error)}): leave "
-            "--torch-export out",
-            FAILURE,
-        ) from error
     apart = _distance(model, images, found, allowed, "torch.export")
     return f"{TORCH_EXPORT}: outputs differ by at most {apart:.2g}{limit}"
 

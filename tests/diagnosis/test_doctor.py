@@ -780,7 +780,7 @@ def test_each_operation_is_probed_by_itself_on_rank_zero(
     if WORLD.rank or not probes:
         assert probed is None
     else:
-        passed = dict.fromkeys(examine.OPERATIONS.values(), "")
+        passed = {name: "" for name, _ in doctor_probe.TRIALS.values()}
         assert probed == {**passed, "Bcast": "bcast crashed"}
     assert claimed == (claim if WORLD.rank == 0 else None)
 
@@ -788,7 +788,7 @@ def test_each_operation_is_probed_by_itself_on_rank_zero(
 @pytest.mark.mpi
 @pytest.mark.parametrize("operation", doctor_probe.TRIALS)
 def test_trials_pass_on_host_memory(operation: str) -> None:
-    doctor_probe.TRIALS[operation](WORLD, "cpu")
+    doctor_probe.TRIALS[operation][1](WORLD, "cpu")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -803,13 +803,9 @@ def test_a_trial_sees_wrong_numbers() -> None:
 
         Reduce = Bcast = Alltoallv = Allgather = Allgatherv = Allreduce
 
-    for operation in doctor_probe.TRIALS.values():
+    for _, operation in doctor_probe.TRIALS.values():
         with pytest.raises(AssertionError, match="wrong"):
             operation(Deaf(), "cpu")
-
-
-def test_operations_of_the_doctor_are_those_of_the_probe() -> None:
-    assert list(examine.OPERATIONS) == list(doctor_probe.TRIALS)
 
 
 @pytest.mark.jobs

@@ -19,6 +19,7 @@ that rate: a column of the table `seconds` of NAME.
 """
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,11 +31,7 @@ from types import SimpleNamespace
 from mpi4py import MPI
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.research.compare.comparison_tables import (
-    quality_names,
-    ranks_of,
-    seconds_of,
-)
+from prunex_mpi.research.compare.comparison_tables import quality_names, ranks_of
 from prunex_mpi.research.compare.outcomes import (
     Comparison,
     Measured,
@@ -58,6 +55,8 @@ WHOLE = re.compile(
 )
 SPAN = re.compile(r"`[^`]*`")
 FIGURES = "figures"
+# Bytes of a step that differ by no more are those of one method: stages are whole iterations.
+SAME_BYTES = 0.05
 RATE = re.compile(r"_at_(\d+)_([MG])bit$")
 MBIT = {"M": 1, "G": 1000}
 
@@ -87,7 +86,7 @@ def renewed(text: str, folder: Path) -> tuple[str, list[str]]:
     def replace(match: re.Match[str]) -> str:
         file, kind, body = match.groups()
         path = folder / file
-        tables = tables_of(read_comparison("", str(path)), times_beside(path))
+        tables = tables_of(read_comparison(str(path)), times_beside(path))
         if kind == FIGURES:
             wrong = unknown_figures(body, "".join(tables.values()))
             problems.extend(f"{figure} is in no table of {file}" for figure in wrong)
@@ -123,8 +122,35 @@ def times_beside(path: Path) -> dict[str, Comparison]:
     rates = {}
     for other in path.parent.glob(f"{path.stem}_at_*.json"):
         number, unit = RATE.search(other.stem).groups()
-        rates[int(number) * MBIT[unit]] = f"{number} {unit}bit/s", read_comparison("", str(other))
+        rates[int(number) * MBIT[unit]] = f"{number} {unit}bit/s", read_comparison(str(other))
     return dict(rates[rate] for rate in sorted(rates))
+
+
+def seconds_of(found: Comparison, times: Comparison) -> dict[str, float]:
+    """Return what the runs of `found` take at the pace of `times`, by row.
+
+    The same rows, perhaps shorter: stages that are shares of a run are as large a share of both. A
+    row whose step sends something else there has another pace, and is left out.
+    """
+    whole, paced = _per_step(found), _per_step(times)
+    return {
+        row: paced[row][1] * steps
+        for row, (sent, _, steps) in whole.items()
+        if row in paced and math.isclose(sent, paced[row][0], rel_tol=SAME_BYTES)
+    }
+
+
+def _per_step(found: Comparison) -> dict[str, tuple[float, float, int]]:
+    """Return of each row that ended bytes and seconds of a step, and its steps."""
+    return {
+        row: (
+            mean(m.sent_bytes / m.steps for m in ended(runs)),
+            mean(m.train_s / m.steps for m in ended(runs)),
+            ended(runs)[0].steps,
+        )
+        for row, runs in by_row(found.outcomes).items()
+        if ended(runs)
+    }
 
 
 def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, str]:

@@ -242,7 +242,7 @@ def test_a_command_of_the_first_page_gives_the_figures_of_its_row(
 ) -> None:
     monkeypatch.chdir(ROOT)
     settings = cli.parse(program_of(shlex.split(command))[1:])
-    found = read_comparison("", str(PACKAGE / "methods" / "results" / file))
+    found = read_comparison(str(PACKAGE / "methods" / "results" / file))
     told = readme_tables.told_by_dry_run(settings)
     for run in by_row(found.outcomes)[name]:
         assert run.lr == settings.lr
@@ -251,7 +251,7 @@ def test_a_command_of_the_first_page_gives_the_figures_of_its_row(
 
 def test_a_command_with_a_flag_too_few_is_found_out() -> None:
     file, _, command = next(row for row in ROWS_SHOWN if row[1] == "local-sgd int4 T=4")
-    found = read_comparison("", str(PACKAGE / "methods" / "results" / file))
+    found = read_comparison(str(PACKAGE / "methods" / "results" / file))
     measured = by_row(found.outcomes)["local-sgd int4 T=4"][0].measured
 
     def differs(old: str, new: str) -> list[str]:

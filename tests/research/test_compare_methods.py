@@ -140,15 +140,6 @@ def test_the_operations_of_every_method_are_named():
     assert operations(make(method="local-sgd", payload="int4")) == "Alltoallv, Allgather"
 
 
-def test_what_no_figure_can_be_drawn_with_is_refused(monkeypatch):
-    flags = ["--methods", "dense", "--figure"]
-    with pytest.raises(UserError, match=r"ends in \.svg"):
-        kept_runs.prepare(parse([*flags, "figure.txt"]))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install .*\[report\]"):
-        kept_runs.prepare(parse([*flags, "figure.svg"]))
-
-
 @pytest.fixture
 def quiet(monkeypatch):
     """Leave this process's threads, log and exception hook as they are."""
@@ -659,14 +650,13 @@ def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.parametrize("file", ["json", "figure"])
-def test_what_can_not_be_written_is_refused_before_anything_runs(tmp_path, file):
+def test_what_can_not_be_written_is_refused_before_anything_runs(tmp_path):
     place = broadcast_text(WORLD, str(tmp_path))
     if WORLD.rank == 0:
         whole = {"comparison": to_dict(comparison(outcomes("dense")))}
         (tmp_path / "tables.json").write_text(json.dumps(whole), encoding="utf-8")
     WORLD.Barrier()
-    nowhere = f"--{file}={place}/nowhere/x.svg"
+    nowhere = f"--json={place}/nowhere/x.json"
     for flags in (["--methods=dense"], [f"--from={place}/tables.json"]):
-        with pytest.raises(UserError, match=f"--{file} .*No such file"):
+        with pytest.raises(UserError, match=r"--json .*No such file"):
             compare(WORLD, parse([*flags, nowhere]))

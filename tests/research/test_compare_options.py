@@ -64,8 +64,6 @@ UNTUNED = "\n".join(line for line in UNTUNED.splitlines() if "grid" not in line)
         ("--methods dense --rows dense", ["--rows", "--plan"]),
         ("--methods dense --from x.json", ["--methods", "--from"]),
         ("--from x.json --resume", ["--resume", "--from"]),
-        ("--from x.json --times a=b", ["--times", "--figure"]),
-        ("--from x.json --figure x.svg --times a", ["--times", "'a'"]),
         ("--methods dense topk --keep-ratio 0.5", ["--keep-ratio", "dense, topk"]),
         ("--methods prunex-flat --mask-agreement or", ["--mask-agreement", "(it is for prunex)"]),
         ("--methods topk --topk-ratio 2", ["--topk-ratio", "2"]),
@@ -171,11 +169,7 @@ def test_flags_that_are_given_twice_add_up():
     options = parse([*methods, "--seeds", "4", "--seeds", "5"])
     assert [row.name for row in options.rows] == ["dense", "topk", "prunex"]
     assert options.seeds == (4, 5)
-    shown = parse(
-        ["--from", "a", "--from", "b", "--figure", "f.svg", "--times", "x=c", "--times", "y=d"]
-    )
-    assert shown.sources == ("a", "b")
-    assert shown.times == {"x": "c", "y": "d"}
+    assert parse(["--from", "a", "--from", "b"]).sources == ("a", "b")
 
 
 COMMON_PLACE = "[settings]\n{0}\n[rows.a]\nmethod = 'dense'"

@@ -1,18 +1,14 @@
-"""The tables and the figure of a comparison."""
+"""The tables and the curves of a comparison."""
 
 from dataclasses import replace
 
 import pytest
 from compared import RAN, cells, column, comparison, outcomes
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.research.compare.comparison_tables import (
-    draw,
     first_held,
-    make_figure,
     measured_table,
     results_table,
-    seconds_of,
     target_table,
     tuning_table,
 )
@@ -24,7 +20,7 @@ from prunex_mpi.research.compare.outcomes import (
     to_dict,
 )
 from prunex_mpi.tools.drawing import styled
-from prunex_mpi.tools.report.comparisons import MOST_CURVES_DRAWN, curves_of, front
+from prunex_mpi.tools.report.comparisons import MOST_CURVES_DRAWN, curves_of, front, pictures_of
 
 
 def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
@@ -147,25 +143,19 @@ def test_rows_have_places_but_for_those_tuned_at_chance():
     assert any(note.startswith("d: no better than guessing") for note in table.notes)
 
 
-def test_a_course_is_the_mean_over_seeds_on_bytes_and_on_the_seconds_of_others():
+def test_a_course_is_the_mean_over_seeds():
     first, second = RAN.curve
     other = replace(RAN, curve=(first, replace(second, accuracy=0.7)))
     runs = [Outcome("dense", 0, 0.1, RAN), Outcome("dense", 1, 0.1, other)]
     found = [*runs, Outcome("topk", 0, 0.1, None, "why")]
     (curve,) = curves_of(list(map(to_dict, found)))
-    assert (curve.row, curve.sent_mib, curve.share) == ("dense", (0.5, 1), (3 / 7, 1))
+    assert (curve.row, curve.sent_mib, curve.seconds) == ("dense", (0.5, 1), (3, 7))
     assert curve.accuracy == pytest.approx((25, 60))
     assert curve.spread == pytest.approx(200**0.5)
     # One was evaluated less often: what both have is drawn.
     shorter = replace(runs[1], measured=replace(other, curve=other.curve[1:]))
     (ends,) = curves_of([to_dict(runs[0]), to_dict(shorter)])
     assert (ends.sent_mib, ends.accuracy) == ((1,), pytest.approx((60,)))
-    # Half as long, in half the steps, at a fifth of the pace.
-    slow = outcomes("dense", steps=5, sent_bytes=2**19, train_s=17.5)
-    assert seconds_of(comparison(runs), comparison(slow)) == {"dense": 35}
-    # What sends another number of bytes in a step has another pace.
-    slow = outcomes("dense", steps=5, sent_bytes=2**20, train_s=17.5)
-    assert seconds_of(comparison(runs), comparison(slow)) == {}
 
 
 def test_the_front_is_what_no_other_row_surpasses_for_less():
@@ -192,7 +182,7 @@ def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
             for row, accuracy in list(ran.items())[:count]
         ]
         with styled():
-            panel = make_figure(comparison(runs), {}).axes[0]
+            panel = pictures_of(curves_of(list(map(to_dict, runs))), 1)[0].figure.axes[0]
         hollow = [c[0] for c in panel.containers if c[0].get_markerfacecolor() == "white"]
         assert len(hollow) == 1
         courses = sum(len(line.get_xdata()) == len(RAN.curve) for line in panel.lines)
@@ -204,38 +194,3 @@ def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
     names, courses = drawn(MOST_CURVES_DRAWN + 1)
     assert courses == 0
     assert names[:2] == [f"1 row {MOST_CURVES_DRAWN + 1}", f"2 row {MOST_CURVES_DRAWN}"]
-
-
-@pytest.mark.parametrize("rows", [2, 25, 60])
-def test_the_legend_of_a_figure_fits_into_it(rows):
-    with styled():
-        figure = make_figure(
-            comparison([Outcome(f"row {n}", 0, 0.1, RAN) for n in range(rows)]), {}
-        )
-        figure.draw_without_rendering()
-        legend = figure.legends[0].get_window_extent()
-    assert len(figure.legends[0].get_texts()) == rows
-    assert figure.bbox.y0 <= legend.y0 and legend.y1 <= figure.bbox.y1
-
-
-def test_a_figure_shows_every_row_once_per_panel(tmp_path):
-    found = comparison(outcomes("dense", "topk", accuracy=0.5))
-    draw(found, {"100 Mbit/s": found, "1 Gbit/s": found}, str(tmp_path / "figure.svg"))
-    text = (tmp_path / "figure.svg").read_text(encoding="utf-8")
-    for words in ("MiB that left a node", "seconds, 100 Mbit/s", "seconds, 1 Gbit/s", "topk"):
-        assert text.count(f"<!-- {words} -->") == 1, words
-    rates = {f"{number} Mbit/s": found for number in range(4)}
-    sizes = []
-    for panels in (3, 4, 5):
-        with styled():
-            figure = make_figure(found, dict(list(rates.items())[: panels - 1]))
-        sizes.append(tuple(figure.get_size_inches()))
-        names = [axes.get_xlabel() for axes in figure.axes]
-        assert names == ["MiB that left a node", *(f"seconds, {x}" for x in rates)][:panels]
-    # One row, then rows of two.
-    assert sizes[0][1] < sizes[1][1] < sizes[2][1]
-    assert sizes[0][0] > sizes[1][0] == sizes[2][0]
-    with pytest.raises(UserError, match="nothing to draw"):
-        draw(comparison(outcomes("dense", curve=())), {}, str(tmp_path / "none.svg"))
-    with pytest.raises(UserError, match="No such file"):
-        draw(found, {}, str(tmp_path / "nowhere" / "figure.svg"))

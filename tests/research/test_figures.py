@@ -13,7 +13,7 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.research.figures import run_figures
 from prunex_mpi.research.figures.draw_figure import ratios, scaling
 from prunex_mpi.research.figures.figure_options import FIGURES, parse
-from prunex_mpi.research.figures.run_figures import Drawn, frame, setup_words
+from prunex_mpi.research.figures.run_figures import Drawn, setup_words
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.read_runs import read_run
 
@@ -61,20 +61,6 @@ def test_each_figure_is_one_command(
     printed = capsys.readouterr().out
     assert f"Figure {number}: {FIGURES[number]}" in printed
     assert "paper" in printed and str(file) in printed
-
-
-def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
-    with styled():
-        drawn = run_figures.payload([read_run(run)])
-        height = drawn.figure.get_figheight()
-        frame(drawn, "Figure 6a: payload")
-        drawn.figure.draw_without_rendering()
-    text = drawn.figure.texts[-1]
-    assert "50.3 %" in text.get_text() and "prunex: dense" in text.get_text()
-    assert drawn.figure.get_figheight() > height
-    box, whole = text.get_window_extent(), drawn.figure.bbox
-    assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0
-    assert not any(box.overlaps(axes.get_tightbbox()) for axes in drawn.figure.axes)
 
 
 def test_payload_is_told_beside_the_paper_s(run: Path) -> None:
@@ -281,13 +267,6 @@ def test_patterns_are_those_of_the_weights(run: Path) -> None:
     assert "whole rows of zeros 1 of 4, columns 4 of 12" in below(drawn)["a.weight"][0]
     # Unasked, only what has zeros is shown.
     assert list(run_figures.read_weights(read_run(run), ())) == ["a.weight"]
-
-
-def test_large_patterns_are_drawn_as_shares() -> None:
-    kept = np.zeros((3, 4 * run_figures.CELLS), dtype=bool)
-    kept[:, ::2] = True
-    cells = run_figures.shrunk(kept)
-    assert cells.shape == (3, run_figures.CELLS) and (cells == 0.5).all()
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,18 @@
 """Flags of `python -m prunex_mpi.bench`, and what is measured on how many ranks."""
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.config.cli import convert_flag
 from prunex_mpi.config.parser import Parser, add_timeout, check_range, program_parser
 from prunex_mpi.config.resolve import make
-from prunex_mpi.settings.fields import Settings
 
-ALONE = ("kernels",)
+ALONE = ("kernels", "overhead")
 TOGETHER = ("collectives",)
-ANYWHERE = ("overhead",)
 # They take minutes: only for who asks, on two or more ranks.
 ASKED = ("ddp", "model")
-# Likewise, on one rank.
-ASKED_ALONE = ("text",)
-SECTIONS = (*ALONE, *TOGETHER, *ANYWHERE, *ASKED, *ASKED_ALONE)
+SECTIONS = (*ALONE, *TOGETHER, *ASKED)
 # They come first, and have flags of their own.
 APART = ("compare", "figure")
 # What fits the number of ranks, beside what is named.
@@ -26,28 +22,18 @@ MAX_COUNT, MAX_THREADS = 10**6, 4096
 TIMEOUT_S = 1800.0
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to measure; `sections` empty, or with ALL, for everything that fits the ranks."""
-
-    sections: tuple[str, ...]
-    settings: Settings
-    train_models: tuple[str, ...]
-    steps: int
-    repeat: int
-    threads: int
-    json_file: str
+# What was given, by the names of the flags; `settings` are made of those that training has too.
+Options = argparse.Namespace
 
 
 def build_parser() -> Parser:
     """Return the parser of the benchmark's flags."""
     parser = program_parser(
         "bench",
-        "Measure kernels and text (dense beside a plain torch loop) on one rank, collectives and "
-        "ddp (dense SGD beside torch's) on several, overhead on any number; model calibrates what "
-        "train --dry-run --link-gbit estimates.",
+        "Measure kernels and overhead on one rank, collectives and ddp (dense SGD beside torch's) "
+        "on several; model calibrates what train --dry-run --link-gbit estimates.",
         "Without WHAT, and with all: everything that makes sense for the number of ranks, but "
-        "ddp, model and text where they aren't named. "
+        "ddp and model where they aren't named. "
         "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
         "the paper's figures.",
     )
@@ -65,7 +51,7 @@ def build_parser() -> Parser:
         default=["resnet20", "resnet18"],
         metavar="NAME",
         dest="train_models",
-        help="models that overhead and ddp train and model predicts [resnet20 resnet18]",
+        help="models that overhead and ddp train [resnet20 resnet18]",
     )
     add("--groups", nargs="+", default=["channel"], metavar="KIND", help="groups [channel]")
     add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
@@ -82,10 +68,7 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without the program's name) asks for; neither torch nor MPI is loaded.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     for word in given.what:
         if word in APART:
@@ -97,7 +80,7 @@ def parse(argv: Sequence[str]) -> Options:
     check_range(given, "steps", 1, MAX_COUNT)
     check_range(given, "repeat", 1, MAX_COUNT)
     check_range(given, "threads", 0, MAX_THREADS)
-    settings = make(
+    given.settings = make(
         model=given.model,
         groups=given.groups,
         keep_ratio=given.keep_ratio,
@@ -107,27 +90,18 @@ def parse(argv: Sequence[str]) -> Options:
         mpi_buffers=given.mpi_buffers,
         timeout=convert_flag("timeout", given.timeout),
     )
-    wanted = tuple(s for s in (ALL, *SECTIONS) if s in given.what)
-    return Options(
-        wanted,
-        settings,
-        tuple(given.train_models),
-        given.steps,
-        given.repeat,
-        given.threads,
-        given.json_file,
-    )
+    return given
 
 
-def choose_sections(asked: tuple[str, ...], ranks: int) -> tuple[str, ...]:
+def choose_sections(asked: Sequence[str], ranks: int) -> tuple[str, ...]:
     """Return what to measure on `ranks` ranks; raise UserError for what does not fit them."""
     for section in asked:
-        if section in (*ALONE, *ASKED_ALONE) and ranks > 1:
+        if section in ALONE and ranks > 1:
             raise UserError(
                 f"{section} is measured on one rank, not {ranks}; start it without mpirun"
             )
         if section in (*TOGETHER, *ASKED) and ranks == 1:
             raise UserError(f"{section} needs 2 or more ranks; start it with mpirun or srun")
     if not asked or ALL in asked:
-        asked = (*asked, *(ALONE if ranks == 1 else TOGETHER), *ANYWHERE)
+        asked = (*asked, *(ALONE if ranks == 1 else TOGETHER))
     return tuple(section for section in SECTIONS if section in asked)

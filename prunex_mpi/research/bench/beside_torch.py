@@ -34,11 +34,11 @@ PLAIN = {"broadcast_buffers": False}
 # What its documentation names for speed: gradients live in the buckets, the graph never changes.
 LEAN = {**PLAIN, "gradient_as_bucket_view": True, "static_graph": True}
 AIM = 1.0
-GLOO_TIMEOUT_S = 60
+GLOO_TIMEOUT = timedelta(seconds=60)
 Turn = Callable[[], None]
 
 
-def compare_with_ddp(bench: Bench) -> list[Table]:
+def compare_with_ddp(bench: Bench) -> Table:
     """Return the table of seconds per step, the same on every rank. Collective on `world`.
 
     For the CPU: on a GPU gloo is no rival.
@@ -49,35 +49,24 @@ def compare_with_ddp(bench: Bench) -> list[Table]:
         ratios = [float(np.median(taken["dense"] / taken[rival])) for rival in ("DDP", "lean DDP")]
         milliseconds = [1e3 * float(np.median(times)) for times in taken.values()]
         rows.append((name, *milliseconds, *ratios, AIM, difference))
-    return [
-        Table(
-            f"One step of dense (flat) beside DistributedDataParallel over gloo: "
-            f"{bench.topology.world_size} ranks, {IMAGE_SIZE}x{IMAGE_SIZE} images, "
-            f"batch {bench.settings.batch_size} per rank",
-            (
-                "model",
-                "dense ms",
-                "DDP ms",
-                "lean DDP ms",
-                "no exchange ms",
-                "dense / DDP",
-                "dense / lean DDP",
-                "aim",
-                "|difference|",
-            ),
-            tuple(rows),
-            (
-                f"medians of {bench.repeat} turns of {bench.steps} steps, in turns and in changing "
-                "order, each until the last rank has finished; the first turn is not counted",
-                "dense / DDP: the median of the ratios within a turn, which a machine that changes "
-                "its pace hardly touches",
-                "the same images, threads and fused SGD; DDP without broadcast of buffers; lean: "
-                "gradient_as_bucket_view and static_graph as well",
-                "no exchange: dense without its messages; |difference|: the largest between the "
-                "weights of dense and lean DDP in the end",
-            ),
-        )
-    ]
+    times = [f"{name} ms" for name in ("dense", "DDP", "lean DDP", "no exchange")]
+    return Table(
+        f"One step of dense (flat) beside DistributedDataParallel over gloo: "
+        f"{bench.topology.world_size} ranks, {IMAGE_SIZE}x{IMAGE_SIZE} images, "
+        f"batch {bench.settings.batch_size} per rank",
+        ("model", *times, "dense / DDP", "dense / lean DDP", "aim", "|difference|"),
+        tuple(rows),
+        (
+            f"medians of {bench.repeat} turns of {bench.steps} steps, in turns and in changing "
+            "order, each until the last rank has finished; the first turn is not counted",
+            "dense / DDP: the median of the ratios within a turn, which a machine that changes "
+            "its pace hardly touches",
+            "the same images, threads and fused SGD; DDP without broadcast of buffers; lean: "
+            "gradient_as_bucket_view and static_graph as well",
+            "no exchange: dense without its messages; |difference|: the largest between the "
+            "weights of dense and lean DDP in the end",
+        ),
+    )
 
 
 def measure(bench: Bench, model_name: str) -> tuple[dict[str, np.ndarray], float]:
@@ -196,16 +185,8 @@ def gloo_group(world: MPI.Comm) -> Iterator[None]:
             free.bind(("", 0))
             return f"tcp://{socket.gethostname()}:{free.getsockname()[1]}"
 
-    where = broadcast_text(world, place())
-    run_collectively(
-        world,
-        lambda: dist.init_process_group(
-            "gloo",
-            init_method=where,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=GLOO_TIMEOUT_S),
-        ),
-    )
+    where = {"init_method": broadcast_text(world, place()), "timeout": GLOO_TIMEOUT}
+    ranks = {"rank": world.rank, "world_size": world.size}
+    run_collectively(world, lambda: dist.init_process_group("gloo", **where, **ranks))
     yield
     dist.destroy_process_group()

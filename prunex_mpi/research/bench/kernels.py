@@ -4,7 +4,6 @@ Each step is timed against copying the same bytes.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +24,7 @@ from prunex_mpi.compress.quantise import (
 )
 from prunex_mpi.core.admm import find_residuals
 from prunex_mpi.core.mask_agreement import project_locally
-from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import RunContext, State, adopt_mask, freeze, wires_of
+from prunex_mpi.core.state import State, adopt_mask, wires_of
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
@@ -34,11 +32,8 @@ from prunex_mpi.research.bench.workbench import Bench, make_state
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.timing import Action
 
-AIM, AIM_IN_ALL, CODE_AIM = 3.0, 10.0, 4.0
+AIM, CODE_AIM = 3.0, 4.0
 WITH_AIM = ("projection", "pack", "unpack", "dual update")
-PHASES = ("2 intra", "3 project", "4 inter", "5 dual")
-# Before the freeze: how far the keep ratio has moved from 1 to its target.
-STAGES = {"dense warm-up": 0.0, "ramp, half way": 0.5, "ramp, at its end": 1.0}
 # Of codes: float32 values of a vector, and workers that share the levels of int8sum.
 VALUES, WORKERS = 8 * 2**20, 2
 
@@ -47,17 +42,13 @@ Steps = tuple[str, float, dict[str, Callable[[], object]]]
 
 
 def kernels(bench: Bench, values: int = VALUES) -> list[Table]:
-    """Return the tables of steps, of whole phases and of codes.
+    """Return the tables of steps and of codes, which work on so many `values`.
 
-    In a job of one rank, where no phase waits for a network. Codes work on so many `values`.
+    In a job of one rank, where no step waits for a network.
     """
     state = make_state(bench.settings, bench.device)
     adopt_mask(state, project_alone(state, bench.settings))
-    return [
-        _steps(bench, state),
-        _stages(bench, state),
-        block_codes(bench, values),
-    ]
+    return [_steps(bench, state), block_codes(bench, values)]
 
 
 def project_alone(state: State, settings: Settings) -> np.ndarray:
@@ -86,41 +77,22 @@ def _steps(bench: Bench, state: State) -> Table:
         norms = hsadmm.update_duals(state, moved, moved)
         return find_residuals(bench.topology.world, state, settings, norms, 0.0)
 
+    def intra() -> object:
+        return hsadmm.intra_node_consensus(node, state, settings)
+
+    def unpack() -> None:
+        unpack_(state.message(state.whole_message), state.plan, state.scratch)
+
+    model, both = ("the model", (theta,)), ("both duals", (state.u, state.v))
+    projection = Action(lambda: project_alone(state, settings), candidate)
+    updating = Action(lambda: hsadmm.update_duals(state, None, None))
     steps: list[tuple[str, str, tuple[Tensor, ...], Action]] = [
-        (
-            "intra candidate",
-            "the model",
-            (theta,),
-            Action(lambda: hsadmm.intra_node_consensus(node, state, settings)),
-        ),
-        (
-            "projection",
-            "the model",
-            (theta,),
-            Action(lambda: project_alone(state, settings), candidate),
-        ),
-        (
-            "pack",
-            "the payload",
-            (payload,),
-            Action(lambda: pack_(state.theta, state.plan, state.message(state.whole_message))),
-        ),
-        (
-            "unpack",
-            "the model",
-            (theta,),
-            Action(
-                lambda: unpack_(state.message(state.whole_message), state.plan, state.scratch),
-                fill_payload,
-            ),
-        ),
-        (
-            "dual update",
-            "both duals",
-            (state.u, state.v),
-            Action(lambda: hsadmm.update_duals(state, None, None)),
-        ),
-        ("dual update + norms", "both duals", (state.u, state.v), Action(duals)),
+        ("intra candidate", *model, Action(intra)),
+        ("projection", *model, projection),
+        ("pack", "the payload", (payload,), Action(fill_payload)),
+        ("unpack", *model, Action(unpack, fill_payload)),
+        ("dual update", *both, updating),
+        ("dual update + norms", *both, Action(duals)),
     ]
     actions = {}
     for name, _, sources, action in steps:
@@ -151,72 +123,6 @@ def _steps(bench: Bench, state: State) -> Table:
 def _copy(sources: tuple[Tensor, ...], target: Tensor) -> None:
     for source in sources:
         target[: source.numel()].copy_(source)
-
-
-def _stages(bench: Bench, state: State) -> Table:
-    """Time phases 2 to 5 as the driver runs them at each stage of a run; ends frozen."""
-    everything = np.ones_like(state.mask)
-    rows = []
-    for name, strict in STAGES.items():
-        for measured in (False, True):
-            adopt_mask(state, everything)
-            stage = Stage(strict, choose=strict > 0, vote=True, freeze=False, measured=measured)
-            times = _phases(bench, state, stage)
-            rows.append((name, *times))
-    freeze(state, True)
-    stage = Stage(1.0, choose=False, vote=True, freeze=False, measured=False)
-    times = _phases(bench, state, stage)
-    rows.append(("consensus SGD after the freeze", *times))
-    return Table(
-        "Phases 2 to 5 as the driver runs them on one rank: times a copy of the model",
-        ("stage", "residuals", "copy ms", *PHASES, "2 to 5 in all", "aim"),
-        tuple(rows),
-        (
-            f"minimum of {bench.repeat} outer iterations, each with an out-of-place copy_ of theta",
-            "ramp: a mask is voted at each of them",
-            "residuals: whether this outer iteration measures them",
-        ),
-    )
-
-
-def _phases(
-    bench: Bench, state: State, stage: Stage
-) -> tuple[str, float, float, float, float, float, float, float]:
-    """Return whether residuals are measured, a copy's ms, the phases in copies, the aim."""
-    settings, target = bench.settings, torch.empty_like(state.theta)
-    wires = wires_of(bench.topology, state, bench.transport)
-    leader, node = wires.workers, wires.node
-    # Phase 4 looks at no data.
-    context = RunContext(state, None, settings, bench.transport, bench.heartbeat)
-    seen: dict[str, Any] = {}
-
-    def intra() -> None:
-        seen["z_tilde"] = hsadmm.intra_node_consensus(node, state, settings)
-
-    def project() -> None:
-        z_tilde = seen["z_tilde"]
-        seen["node"] = hsadmm.project(leader, node, state, settings, z_tilde, stage)
-
-    def inter() -> None:
-        seen["z"] = hsadmm.inter_node_consensus(wires, context, stage, behind=False)
-
-    def dual() -> None:
-        norms = None
-        if not state.consensus_sgd:
-            norms = hsadmm.update_duals(state, seen["node"], seen["z"])
-        find_residuals(bench.topology.world, state, settings, norms, 0.0)
-
-    # In the order of the driver: each phase prepares what the next one reads.
-    actions = (intra, project, inter, dual)
-    best = bench.best(
-        {
-            "copy": Action(lambda: target.copy_(state.theta)),
-            **{name: Action(run) for name, run in zip(PHASES, actions, strict=True)},
-        }
-    )
-    copy = best.pop("copy")
-    times = [seconds / copy for seconds in best.values()]
-    return "measured" if stage.measured else "-", 1e3 * copy, *times, sum(times), AIM_IN_ALL
 
 
 def block_codes(bench: Bench, values: int) -> Table:

@@ -16,13 +16,7 @@ from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.research.bench import (
-    beside_torch,
-    communication,
-    kernels,
-    overhead,
-    text_loop,
-)
+from prunex_mpi.research.bench import beside_torch, communication, kernels, overhead
 from prunex_mpi.research.bench.bench_options import Options, choose_sections
 from prunex_mpi.research.bench.workbench import IMAGES, Bench
 from prunex_mpi.run.start import check_launched_together, find_transport, take_places
@@ -39,18 +33,10 @@ def run_sections(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int
     """
     check_launched_together(world)
     settings = options.settings
-    sections = choose_sections(options.sections, world.size)
+    sections = choose_sections(options.what, world.size)
     with take_places(world, settings.ranks_per_node, settings.device, options.threads) as place:
-        bench = Bench(
-            place.topology,
-            settings,
-            find_transport(place, settings),
-            place.device,
-            heartbeat,
-            options.train_models,
-            options.steps,
-            options.repeat,
-        )
+        around = place.topology, settings, find_transport(place, settings), place.device
+        bench = Bench(*around, heartbeat, options.train_models, options.steps, options.repeat)
         run_collectively(
             world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
         )
@@ -78,16 +64,13 @@ def measure(section: str, bench: Bench) -> list[Table]:
         case "kernels":
             return kernels.kernels(bench)
         case "overhead":
-            alone = bench.topology.world_size == 1
-            return overhead.overhead(bench) if alone else overhead.inside_nodes(bench)
+            return [overhead.overhead(bench)]
         case "collectives":
-            return communication.collectives(bench)
+            return [communication.collectives(bench)]
         case "model":
-            return communication.cost_model(bench)
-        case "text":
-            return text_loop.compare_with_loop(bench)
+            return [communication.cost_model(bench)]
         case _:
-            return beside_torch.compare_with_ddp(bench)
+            return [beside_torch.compare_with_ddp(bench)]
 
 
 def check_possible(bench: Bench, sections: Sequence[str]) -> None:
@@ -128,12 +111,8 @@ def _networks(sections: Sequence[str], bench: Bench) -> Iterator[tuple[Settings,
         match section:
             case "kernels" | "collectives":
                 yield given, whole
-            case "overhead":
-                # On several ranks phase 2 alone is measured, which is not trained.
-                size = SMALL if bench.topology.world_size == 1 else whole
-                yield from ((s, size) for s in trained)
-            case "ddp":
+            case "overhead" | "ddp":
                 yield from ((s, SMALL) for s in trained)
             case "model":
                 small = [with_overrides(given, model=name) for name in communication.SMALL]
-                yield from ((s, whole) for s in (*small, given, *trained))
+                yield from ((s, whole) for s in (*small, given))

@@ -44,13 +44,8 @@ class Bench:
         self, run: Callable[[], object], prepare: Callable[[], object] = lambda: None
     ) -> float:
         """Return the shortest time of `run` on the slowest rank. Collective on `world`."""
-        return self.slowest_in_turns({"": Action(run, prepare)})[""]
-
-    def slowest_in_turns(self, actions: dict[str, Action]) -> dict[str, float]:
-        """Return the shortest time of each action on the slowest rank. Collective on `world`."""
         where = self.device, self.heartbeat, self.topology.world
-        times = wall_times(actions, self.repeat, *where)
-        return {name: float(taken.min()) for name, taken in times.items()}
+        return float(wall_times({"": Action(run, prepare)}, self.repeat, *where)[""].min())
 
 
 def make_state(settings: Settings, device: torch.device) -> State:

@@ -58,7 +58,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
     timeout_s = settings_of(options.common, options.rows[0], options.seeds[0]).timeout
     with watched(world, timeout_s) as watchdog:
         found = run_all(world, options, watchdog.heartbeat)
-        run_collectively(world, lambda: show(options, found, {}) if world.rank == 0 else None)
+        run_collectively(world, lambda: show(options, found) if world.rank == 0 else None)
         # Nobody leaves while another may still need the job.
         world.Barrier()
     return FAILURE if any(run.failed for run in found.outcomes) else 0
@@ -67,8 +67,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
 def show_again(options: Options) -> None:
     """Show what files hold; raise UserError."""
     kept_runs.prepare(options)
-    times = {name: read_comparison("--times", path) for name, path in options.times.items()}
-    show(options, join([read_comparison("--from", path) for path in options.sources]), times)
+    show(options, join([read_comparison(path) for path in options.sources]))
 
 
 def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparison:
@@ -96,7 +95,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
         apply_findings(place, first)
         transport = find_transport(place, first)
         around = topology, options, place.device, transport, heartbeat
-        bench = Bench(world, *around, revealed=options.reveal or bool(revealed))
+        bench = Bench(*around, revealed=options.reveal or bool(revealed))
         check_equal_work(bench)
         tunings = tune_all(bench, rows) if options.tunes else []
         chosen = {tuning.row: tuning for tuning in tunings}
@@ -189,7 +188,7 @@ def confirm(bench: Bench, row: Row, seed: int, tuning: Tuning | None, dataset: D
     """
     number, problem, failed = 0, "", False
     if tuning is not None:
-        best = agreed_best(bench.world, tuning)
+        best = agreed_best(bench.topology.world, tuning)
         failed = any(run.failed for run in tuning.runs)
         problem = "a trial failed, so nothing is chosen" if failed else ""
         problem = problem or ("diverged in every trial" if best is None else "")

@@ -12,10 +12,7 @@ from typing import Any
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.config.cli import add_settings, convert_flag, join_negative_numbers
 from prunex_mpi.config.parser import Parser, program_parser
-from prunex_mpi.config.resolve import (
-    BY_NAME,
-    defaults,
-)
+from prunex_mpi.config.resolve import BY_NAME, defaults
 from prunex_mpi.research.compare.plan import (
     COMMON,
     DIGITS,
@@ -33,7 +30,7 @@ from prunex_mpi.research.compare.plan import (
     to_seed,
     to_share,
 )
-from prunex_mpi.settings.fields import OF_THE_JOB, key_of
+from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
 from prunex_mpi.settings.values import AUTO
 
 
@@ -44,7 +41,7 @@ class Options:
     `rows` and `seeds` are those of this job, `whole` all rows that the plan has; `plan` is a digest
     of it and of the flags that change it. With `reveal` the networks of a comparison that is done
     are tested. Times and bytes to each of `targets` are told. With `sources` nothing is trained:
-    these files are shown as one, its figure over the seconds of others, `times`, by name.
+    these files are shown as one.
     """
 
     rows: tuple[Row, ...]
@@ -59,9 +56,7 @@ class Options:
     folder: str
     resume: bool
     json_file: str
-    figure: str
     sources: tuple[str, ...]
-    times: Mapping[str, str]
 
     @property
     def tunes(self) -> bool:
@@ -72,6 +67,13 @@ class Options:
     def tuning_length(self) -> Fraction:
         """The share of a row's outer iterations that a trial has."""
         return self.length * self.protocol.length
+
+    def first_settings(self, row: Row) -> Settings:
+        """Return the settings of a row's first run at the first point of its grid.
+
+        They stand for the row: values of other points change no length.
+        """
+        return settings_of(self.common, row, self.seeds[0], row.points[0], self.length)
 
 
 def build_parser() -> Parser:
@@ -116,13 +118,6 @@ def build_parser() -> Parser:
     add("--dir", metavar="DIR", help="keep each run's directory, named ROW-SEED, in DIR")
     add("--resume", action="store_true", help="take over the runs that --dir has already")
     add("--json", metavar="FILE", help="write all there is to know there")
-    add("--figure", metavar="FILE", help="draw accuracy over bytes and time: .svg, .png or .pdf")
-    add(
-        "--times",
-        **several,
-        metavar="NAME=FILE",
-        help="with --from and --figure: over the seconds that such a file has of the same rows",
-    )
     add_settings(parser, COMMON, defaults("recipe", BY_NAME["prunex"]))
     return parser
 
@@ -134,11 +129,10 @@ def parse(argv: Sequence[str]) -> Options:
     `--help` prints and exits.
     """
     given = vars(build_parser().parse_all(join_negative_numbers(argv)))
-    places = {key: given.pop(key, "") for key in ("dir", "json", "figure")}
-    places["sources"] = tuple(given.pop("sources", ()))
-    times = _times(given.pop("times", []), places)
+    folder, json_file = given.pop("dir", ""), given.pop("json", "")
+    sources = tuple(given.pop("sources", ()))
     targets = tuple(_target(text) for text in given.pop("target", ()))
-    _refuse_what_excludes(given, places)
+    _refuse_what_excludes(given, sources, folder)
     wanted, asked = given.pop("rows", []), given.pop("seeds", None)
     planned, every, protocol, table = {}, (), Protocol(), {}
     path = given.pop("plan", "")
@@ -170,12 +164,10 @@ def parse(argv: Sequence[str]) -> Options:
         length=length,
         reveal=reveal,
         targets=targets,
-        folder=places["dir"],
+        folder=folder,
         resume=resume or reveal,
-        json_file=places["json"],
-        figure=places["figure"],
-        sources=places["sources"],
-        times=times,
+        json_file=json_file,
+        sources=sources,
     )
     if options.resume and not options.folder:
         raise UserError(f"--{'reveal' if reveal else 'resume'} is for the runs of --dir; give it")
@@ -219,10 +211,10 @@ def _digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
-def _refuse_what_excludes(given: Mapping[str, Any], places: Mapping[str, str]) -> None:
+def _refuse_what_excludes(given: Mapping[str, Any], sources: Sequence[str], folder: str) -> None:
     """Raise UserError unless exactly one source of rows is given."""
-    if places["sources"]:
-        others = [*given, *(key for key in ("dir",) if places[key])]
+    if sources:
+        others = [*given, *(["dir"] if folder else [])]
         if others:
             flag = key_of(others[0])
             raise UserError(f"--{flag} means nothing with --from, which trains nothing")
@@ -231,18 +223,6 @@ def _refuse_what_excludes(given: Mapping[str, Any], places: Mapping[str, str]) -
         raise UserError("--methods and --plan both name rows; keep one of them")
     if "methods" not in given and "plan" not in given:
         raise UserError(f"--methods is missing: give some of {', '.join(BY_NAME)}, or --plan")
-
-
-def _times(items: Sequence[str], places: Mapping[str, str]) -> dict[str, str]:
-    """Return the files of NAME=FILE by name."""
-    if items and not (places["sources"] and places["figure"]):
-        raise UserError("--times means nothing without --from and --figure; give both")
-    pairs = [item.partition("=") for item in items]
-    for item, (name, _, path) in zip(items, pairs, strict=True):
-        if not (name and path):
-            raise UserError(f"--times {quote(item)}: give NAME=FILE")
-    refuse_repeated("--times", [name for name, _, _ in pairs])
-    return {name: path for name, _, path in pairs}
 
 
 def _chosen(wanted: Sequence[str], rows: tuple[Row, ...], of_plan: bool) -> tuple[Row, ...]:
@@ -262,8 +242,7 @@ def _check_rows(options: Options) -> None:
     """Raise UserError unless all runs can be made, and train on as many samples each."""
     trained = {}
     for row in options.rows:
-        # The first point stands for the row: values of others change no length.
-        found = settings_of(options.common, row, options.seeds[0], row.points[0], options.length)
+        found = options.first_settings(row)
         if not found.val_split:
             raise UserError(
                 f"val-split 0: a comparison chooses by images that are held out; give a share, "

@@ -1,12 +1,9 @@
-"""Show a comparison: tables of what each row reached and cost, and curves over bytes and time."""
+"""Show a comparison: tables of what each row reached and cost."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import mean, stdev
-from typing import TYPE_CHECKING
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import write_json
 from prunex_mpi.base.tables import Cell, Table, as_json, format_table
 from prunex_mpi.base.units import MIB
@@ -21,28 +18,15 @@ from prunex_mpi.research.compare.outcomes import (
     shown,
     to_dict,
 )
-from prunex_mpi.research.picture_files import save
 from prunex_mpi.run.cost import wire_s
-from prunex_mpi.tools.drawing import new_figure, styled
-from prunex_mpi.tools.report.comparisons import THIS_MACHINE, curves_of, draw_bytes, draw_seconds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Links to tell times to a target for: names, 10^9 bits per second.
 LINKS = {"20 Mbit/s": 0.02, "100 Mbit/s": 0.1, "1 Gbit/s": 1.0}
 BASELINE = "dense"
-PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.2, 4.0, 2.6
-# What a row takes of the legend's height; the layout makes no room for a legend that is too high.
-ROW_INCHES = 0.19
-# More panels than these would be too small beside each other in a page of text.
-IN_A_ROW = 3
-# Bytes of a step that differ by no more are those of one method: stages are whole iterations.
-SAME_BYTES = 0.05
 
 
-def show(options: Options, found: Comparison, times: Mapping[str, Comparison]) -> None:
-    """Print, write and draw; raise UserError."""
+def show(options: Options, found: Comparison) -> None:
+    """Print and write; raise UserError."""
     tables = tables_of(found, options.targets)
     # First of all: who reads the text through a pipe may close it.
     if options.json_file:
@@ -50,8 +34,6 @@ def show(options: Options, found: Comparison, times: Mapping[str, Comparison]) -
         write_json(options.json_file, whole)
     text = "\n\n".join(["\n".join(found.machine.values()), *map(format_table, tables)])
     print(text, flush=True)
-    if options.figure:
-        draw(found, times, options.figure)
 
 
 def tables_of(found: Comparison, targets: Sequence[float] = ()) -> list[Table]:
@@ -89,6 +71,11 @@ def quality_names(found: Comparison) -> tuple[str, str]:
     return what, "test" if found.revealed or not found.plan else "validation"
 
 
+def _table(title: str, rows: Sequence[Mapping[str, Cell]], notes: Sequence[str]) -> Table:
+    """Return a table whose rows hold their cells by column."""
+    return Table(title, tuple(rows[0]), tuple(tuple(row.values()) for row in rows), tuple(notes))
+
+
 def results_table(found: Comparison) -> Table:
     """Return the table of quality and cost: a row per method, means over the seeds that ended."""
     places, rows = ranks_of(found), []
@@ -97,105 +84,75 @@ def results_table(found: Comparison) -> Table:
     for row, runs in methods.items():
         done = ended(runs)
         sent = _mean(done, lambda m: m.sent_bytes)
+        validation = {"validation": _mean(done, lambda m: m.quality.shown)}
         rows.append(
-            (
-                row,
-                places.get(row),
-                runs[0].lr,
-                *_qualities(runs, found.seeds),
-                *([_mean(done, lambda m: m.quality.shown)] if found.revealed else []),
-                _mean(done, lambda m: m.epochs),
-                done[0].samples if done else None,
-                None if sent is None else sent / MIB,
-                100 * sent / dense if dense and sent is not None else None,
-                _mean(done, lambda m: 1e3 * m.sync_s / m.steps),
-                _mean(done, lambda m: 1e3 * m.own_s / m.steps),
-                _mean(done, lambda m: 100 * m.own_s / m.local_s),
-                _mean(done, lambda m: m.train_s),
-                round(mean(m.parameters_left for m in done)) if done else None,
-            )
+            {
+                "row": row,
+                "place": places.get(row),
+                "lr": runs[0].lr,
+                **_qualities(found, runs),
+                **(validation if found.revealed else {}),
+                "epochs": _mean(done, lambda m: m.epochs),
+                "samples": done[0].samples if done else None,
+                "sent MiB": None if sent is None else sent / MIB,
+                "of dense %": 100 * sent / dense if dense and sent is not None else None,
+                "sync ms/step": _mean(done, lambda m: 1e3 * m.sync_s / m.steps),
+                "own ms/step": _mean(done, lambda m: 1e3 * m.own_s / m.steps),
+                "own %": _mean(done, lambda m: 100 * m.own_s / m.local_s),
+                "train s": _mean(done, lambda m: m.train_s),
+                "parameters left": round(mean(m.parameters_left for m in done)) if done else None,
+            }
         )
-    columns = (
-        "row",
-        "place",
-        "lr",
-        *_quality_columns(found),
-        *(["validation"] if found.revealed else []),
-        "epochs",
-        "samples",
-        "sent MiB",
-        "of dense %",
-        "sync ms/step",
-        "own ms/step",
-        "own %",
-        "train s",
-        "parameters left",
-    )
-    explained = (
+    notes = [
         "place: by the mean; +-: standard deviation over the seeds; sent: what leaves a node in "
         "the whole run by ring algorithms, masks included",
-        *_of_the_protocol(found),
+        _of_the_protocol(found),
         "sync: all messages, between nodes and inside them, votes and losses too, waiting for the "
         "slowest rank included; own: the method's work beside forward, backward and step, coding "
         "too, and its share of these; train: all but evaluation",
         "times as rank 0 takes them; means over the seeds; parameters left: those that are not 0",
-    )
-    chance = [
-        f"{tuning.row}: no better than guessing in any trial, so it has no place"
-        for tuning in found.tunings
-        if tuning.chance
+        *found.notes,
     ]
-    extra = [
-        f"{row}: {max(m.extra_samples for m in ended(runs)):,} samples more, not trained on, to "
-        "decide what to prune"
-        for row, runs in methods.items()
-        if any(m.extra_samples for m in ended(runs))
-    ]
-    problems = [
-        f"{run.row}, seed {run.seed}: {run.problem}"
-        for run in found.outcomes
-        if run.measured is None
-    ]
-    edges = [
-        f"{tuning.row}: its best trial is at the edge of its grid ({', '.join(tuning.at_edge)})"
-        for tuning in found.tunings
-        if tuning.at_edge
-    ]
-    notes = (*explained, *found.notes, *edges, *chance, *extra, *problems)
-    return Table(found.title, columns, tuple(rows), notes)
+    for tuning in found.tunings:
+        if tuning.at_edge:
+            edge = ", ".join(tuning.at_edge)
+            notes.append(f"{tuning.row}: its best trial is at the edge of its grid ({edge})")
+    for tuning in found.tunings:
+        if tuning.chance:
+            text = "no better than guessing in any trial, so it has no place"
+            notes.append(f"{tuning.row}: {text}")
+    for row, runs in methods.items():
+        if more := max((m.extra_samples for m in ended(runs)), default=0):
+            text = f"{more:,} samples more, not trained on, to decide what to prune"
+            notes.append(f"{row}: {text}")
+    failed = [run for run in found.outcomes if run.measured is None]
+    notes += [f"{run.row}, seed {run.seed}: {run.problem}" for run in failed]
+    return _table(found.title, rows, notes)
 
 
-def _of_the_protocol(found: Comparison) -> list[str]:
+def _of_the_protocol(found: Comparison) -> str:
     """Return on which data networks were judged, and of which plan they are."""
     if not found.plan:
-        return ["a former protocol: choices were made with test accuracies known"]
-    when = (
-        f"test data, looked at once, {found.revealed}"
-        if found.revealed
-        else ("data held out of the training set; no test data were read")
-    )
-    return [f"plan {found.plan}; networks are judged on {when}"]
+        return "a former protocol: choices were made with test accuracies known"
+    when = "data held out of the training set; no test data were read"
+    if found.revealed:
+        when = f"test data, looked at once, {found.revealed}"
+    return f"plan {found.plan}; networks are judged on {when}"
 
 
-def _quality_columns(found: Comparison) -> tuple[str, ...]:
-    what, where = quality_names(found)
-    return (f"{where} {what}", "+-", *(f"seed {seed}" for seed in found.seeds))
-
-
-def _qualities(runs: Sequence[Outcome], seeds: Sequence[int]) -> tuple[Cell, ...]:
+def _qualities(found: Comparison, runs: Sequence[Outcome]) -> dict[str, Cell]:
     """Return mean, standard deviation and each seed's accuracy or loss; None: no such run.
 
     Where one diverged there is no mean, which would be of the better ones.
     """
-    values = shown(runs)
-    cells: dict[int, Cell] = {run.seed: _cell(run) for run in runs}
+    values, cells = shown(runs), {run.seed: _cell(run) for run in runs}
     whole = len(values) == len(runs)
-    spread = stdev(values) if whole and len(values) > 1 else None
-    return (
-        mean(values) if whole and values else None,
-        spread,
-        *(cells.get(seed) for seed in seeds),
-    )
+    what, where = quality_names(found)
+    return {
+        f"{where} {what}": mean(values) if whole else None,
+        "+-": stdev(values) if whole and len(values) > 1 else None,
+        **{f"seed {seed}": cells.get(seed) for seed in found.seeds},
+    }
 
 
 def _cell(run: Outcome) -> Cell:
@@ -249,44 +206,37 @@ def measured_table(outcomes: Sequence[Outcome]) -> Table:
     """Return the columns of Table 1 of the PruneX paper, measured: a row per method."""
     methods = by_row(outcomes)
     dense = ended(methods.get(BASELINE, []))
-    dense_sent, dense_wait = (
-        _mean(dense, lambda m: m.sent_bytes),
-        _mean(dense, lambda m: m.sync_s),
-    )
-    rows: list[tuple[Cell, ...]] = []
+
+    def saved(done: Sequence[Measured], value: Callable[[Measured], float]) -> float | None:
+        before, after = _mean(dense, value), _mean(done, value)
+        return before / after if before and after else None
+
+    rows = []
     for row, runs in methods.items():
         done = ended(runs)
-        sent, wait = _mean(done, lambda m: m.sent_bytes), _mean(done, lambda m: m.sync_s)
         rows.append(
-            (
-                row,
-                _mean(done, lambda m: 100 * m.zeros / m.weights),
-                _mean(done, lambda m: 100 * m.line_zeros / m.zeros if m.zeros else None),
-                _mean(done, lambda m: 100 * m.metadata_bytes / max(1, m.payload_bytes)),
-                done[0].operations if done else None,
-                f"{done[0].speakers} of {done[0].ranks} ranks" if done else None,
-                dense_sent / sent if dense_sent and sent else None,
-                dense_wait / wait if dense_wait and wait else None,
-                _mean(done, lambda m: m.dense_forward_s / m.forward_s),
-                _mean(done, lambda m: m.forward_spread * m.dense_forward_s / m.forward_s),
-            )
+            {
+                "row": row,
+                "sparsity: % zero": _mean(done, lambda m: 100 * m.zeros / m.weights),
+                "in whole lines %": _mean(
+                    done, lambda m: 100 * m.line_zeros / m.zeros if m.zeros else None
+                ),
+                "metadata %": _mean(
+                    done, lambda m: 100 * m.metadata_bytes / max(1, m.payload_bytes)
+                ),
+                "operations between nodes": done[0].operations if done else None,
+                "topology: who speaks": (
+                    f"{done[0].speakers} of {done[0].ranks} ranks" if done else None
+                ),
+                "bytes saved, times": saved(done, lambda m: m.sent_bytes),
+                "sync saved, times": saved(done, lambda m: m.sync_s),
+                "inference, times": _mean(done, lambda m: m.dense_forward_s / m.forward_s),
+                "+-": _mean(done, lambda m: m.forward_spread * m.dense_forward_s / m.forward_s),
+            }
         )
-    columns = (
-        "row",
-        "sparsity: % zero",
-        "in whole lines %",
-        "metadata %",
-        "operations between nodes",
-        "topology: who speaks",
-        "bytes saved, times",
-        "sync saved, times",
-        "inference, times",
-        "+-",
-    )
-    return Table(
+    return _table(
         "The same rows in the columns of the PruneX paper's Table 1, measured",
-        columns,
-        tuple(rows),
+        rows,
         (
             "% zero: of the weights of kernels and matrices; in whole lines: the part of them that "
             "fills rows or columns of C_out x (C_in kh kw), which a smaller network does without",
@@ -326,69 +276,3 @@ def _mean(measured: Sequence[Measured], value: Callable[[Measured], float | None
     """Return the mean over the runs, None where there is none or one of them has no value."""
     values = [value(m) for m in measured]
     return mean(values) if values and None not in values else None
-
-
-# --------------------------------------------------------------------------------------------------
-# The figure
-# --------------------------------------------------------------------------------------------------
-
-
-def seconds_of(found: Comparison, times: Comparison) -> dict[str, float]:
-    """Return what the runs of `found` take at the pace of `times`, by row.
-
-    The same rows, perhaps shorter: stages that are shares of a run are as large a share of both. A
-    row whose step sends something else there has another pace, and is left out.
-    """
-    whole, paced = _per_step(found), _per_step(times)
-    return {
-        row: paced[row][1] * steps
-        for row, (sent, _, steps) in whole.items()
-        if row in paced and math.isclose(sent, paced[row][0], rel_tol=SAME_BYTES)
-    }
-
-
-def _per_step(found: Comparison) -> dict[str, tuple[float, float, int]]:
-    """Return of each row that ended bytes and seconds of a step, and its steps."""
-    return {
-        row: (
-            mean(m.sent_bytes / m.steps for m in ended(runs)),
-            mean(m.train_s / m.steps for m in ended(runs)),
-            ended(runs)[0].steps,
-        )
-        for row, runs in by_row(found.outcomes).items()
-        if ended(runs)
-    }
-
-
-def draw(found: Comparison, times: Mapping[str, Comparison], path: str) -> None:
-    """Write the figure of a comparison, as `make_figure` makes it; raise UserError."""
-    with styled():
-        save(make_figure(found, times), path, "--figure")
-
-
-def make_figure(found: Comparison, times: Mapping[str, Comparison]) -> "Figure":
-    """Return a panel over bytes, and one over seconds for each of `times`, by the names there.
-
-    Without `times` the seconds are those of the comparison itself. Raises UserError.
-    """
-    curves = curves_of(to_dict(found)["outcomes"])
-    if not curves:
-        raise UserError("--figure: no run was evaluated, so there is nothing to draw")
-    paces = {name: seconds_of(found, other) for name, other in times.items()}
-    paces = paces or {THIS_MACHINE: {curve.row: curve.train_s for curve in curves}}
-    count = 1 + len(paces)
-    columns = count if count <= IN_A_ROW else 2
-    lines = math.ceil(count / columns)
-    height = max(HEIGHT_INCHES * lines, ROW_INCHES * (len(curves) + 1))
-    figure = new_figure(height, PANEL_INCHES * columns + LEGEND_INCHES)
-    panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
-    draw_bytes(panels[0], curves)
-    for panel in panels[::columns]:
-        panel.set_ylabel(" ".join(reversed(quality_names(found))))
-    for panel, (name, pace) in zip(panels[1:], paces.items(), strict=False):
-        draw_seconds(panel, curves, pace, name)
-    for panel in panels[count:]:
-        panel.remove()
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right center")
-    return figure

@@ -2,8 +2,7 @@
 
 import json
 import shutil
-import sys
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,14 @@ from prunex_mpi.base.files import (
     telling_disk_errors,
     write_json_durably,
 )
-from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.config.resolve import first_difference, from_table, to_toml
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
 from prunex_mpi.research.compare.plan import BY_SEED, Row, name_seed, settings_of
-from prunex_mpi.research.picture_files import check_file_kind
+from prunex_mpi.run.directory import tomllib
 from prunex_mpi.run.pretrained import TORCHVISION
 from prunex_mpi.settings.fields import Settings, key_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 OUTCOMES = "outcomes"
 
@@ -76,15 +69,11 @@ def _diverged(file: Path) -> bool:
 
 
 def prepare(options: Options) -> None:
-    """Raise UserError unless all can be written that --json, --figure and --dir name.
+    """Raise UserError unless all can be written that --json and --dir name.
 
     Hours later would be late. Runs that are there already are taken over or refused.
     """
     prepare_file("json", options.json_file)
-    if options.figure:
-        check_file_kind("--figure", options.figure)
-        require_packages("--figure", "report", "matplotlib")
-    prepare_file("figure", options.figure)
     if not options.folder:
         return
     folder = Path(options.folder)
@@ -108,35 +97,31 @@ def check_networks(options: Options) -> None:
 
     Hours later would be late. Runs that are kept need none, and what an earlier run leaves comes.
     """
-    folder = Path(options.folder)
+    folder, rows = Path(options.folder), options.rows
     kept = {file.stem for file in _files(folder)} if options.folder else set()
-    for row in options.rows if options.tunes else ():
-        if any(trial_name(row, n) not in kept for n in range(len(row.points))):
-            _refuse_missing(options, row, options.protocol.tune_seed, set())
+    runs = [(run_name(row, seed), row, seed) for seed, row in product(options.seeds, rows)]
+    if options.tunes:
+        seed = options.protocol.tune_seed
+        trials = ((trial_name(r, n), r, seed) for r in rows for n in range(len(r.points)))
+        runs = [*trials, *runs]
     to_come: set[Path] = set()
-    for seed, row in product(options.seeds, options.rows):
-        name = run_name(row, seed)
-        if name not in kept:
-            _refuse_missing(options, row, seed, to_come)
+    for name, row, seed in runs:
+        settings = name_seed(settings_of(options.common, row, seed, row.points[0]))
+        for key in BY_SEED if name not in kept else ():
+            source = getattr(settings, key)
+            path = Path(source)
+            if source in ("", TORCHVISION) or path.resolve() in to_come:
+                continue
+            # What a run that ended well has.
+            parts = [path / STATE, path / SUMMARY] if path.is_dir() else [path]
+            if not all(part.exists() for part in parts):
+                raise UserError(
+                    f"row {row.name}, seed {seed}: --{key_of(key)} {quote(source, 250)} is neither "
+                    "a file nor the folder of a complete run; train it first, or correct the path",
+                    UNREADABLE,
+                )
         if options.folder:
             to_come.add((folder / name).resolve())
-
-
-def _refuse_missing(options: Options, row: Row, seed: int, to_come: Container[Path]) -> None:
-    settings = name_seed(settings_of(options.common, row, seed, row.points[0]))
-    for name in BY_SEED:
-        source = getattr(settings, name)
-        path = Path(source)
-        if source in ("", TORCHVISION) or path.resolve() in to_come:
-            continue
-        # What a run that ended well has.
-        parts = [path / STATE, path / SUMMARY] if path.is_dir() else [path]
-        if not all(part.exists() for part in parts):
-            raise UserError(
-                f"row {row.name}, seed {seed}: --{key_of(name)} {quote(source, 250)} is neither a "
-                "file nor the folder of a complete run; train it first, or correct the path",
-                UNREADABLE,
-            )
 
 
 def _files(folder: Path) -> list[Path]:

@@ -12,8 +12,6 @@ from typing import Any
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 
-# How a note ends that is not of all rows.
-OF_ROWS = re.compile(r" \(of .*\)$")
 # What a run reached, higher is better. A run that diverged reached nothing.
 Score = tuple[float, float]
 NOTHING: Score = (-math.inf, -math.inf)
@@ -166,15 +164,8 @@ class Tuning:
         best, found = self.runs[self.best].point, []
         for key in best:
             tried = {number_of(run.point[key]) for run in self.runs}
-            if (
-                len(tried) > 1
-                and None not in tried
-                and number_of(best[key])
-                in (
-                    min(tried),
-                    max(tried),
-                )
-            ):
+            ends = () if None in tried or len(tried) == 1 else (min(tried), max(tried))
+            if number_of(best[key]) in ends:
                 found.append(key)
         return found
 
@@ -200,8 +191,7 @@ class Comparison:
 
     `plan` is a digest of the plan, `protocol` what it says of tuning and seeds, `revealed` when the
     test images were looked at, or "" where they were not; files of before have none of these, and
-    are of test images. `data` tells other images apart, as far as it is known. Where files were
-    joined, a note of some rows alone ends with their names.
+    are of test images. `data` tells other images apart, as far as it is known.
     """
 
     title: str
@@ -245,9 +235,9 @@ def comparison_from(found: Mapping[str, Any]) -> Comparison:
     return Comparison(**{**found, **lists, **made})
 
 
-def read_comparison(flag: str, path: str) -> Comparison:
-    """Return the comparison that a file holds, which a flag may name; raise UserError."""
-    where = f"{flag} {quote(path, 250)}".strip()
+def read_comparison(path: str) -> Comparison:
+    """Return the comparison that a file of `--from` holds; raise UserError."""
+    where = f"--from {quote(path, 250)}"
     try:
         return comparison_from(json.loads(Path(path).read_text(encoding="utf-8"))["comparison"])
     except OSError as error:
@@ -286,7 +276,7 @@ def join(parts: Sequence[Comparison]) -> Comparison:
         seeds=seeds,
         tunings=tuple(tunings[row] for row in rows if row in tunings),
         outcomes=tuple(outcomes),
-        notes=_join_notes(parts),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
         data=next(iter(data), ""),
         own_length=tuple(dict.fromkeys(row for part in parts for row in part.own_length)),
     )
@@ -297,48 +287,26 @@ def join(parts: Sequence[Comparison]) -> Comparison:
     return joined
 
 
-def _join_notes(parts: Sequence[Comparison]) -> tuple[str, ...]:
-    """Return the notes of all; those of some of them say of which rows, and seeds, they are."""
-    found = []
-    for note in dict.fromkeys(note for part in parts for note in part.notes):
-        some = [part for part in parts if note in part.notes]
-        others = [part for part in parts if note not in part.notes]
-        rows, elsewhere = (dict.fromkeys(r for p in of for r in p.rows) for of in (some, others))
-        # Files that were joined before say it already.
-        if others and not OF_ROWS.search(note):
-            note += f" (of {', '.join(rows)}"
-            if any(row in elsewhere for row in rows):
-                seeds = dict.fromkeys(str(seed) for part in some for seed in part.seeds)
-                note += f"; seed {', '.join(seeds)}"
-            note += ")"
-        found.append(note)
-    return tuple(found)
-
-
 def _refuse_gaps(outcomes: Sequence[Outcome], rows: Sequence[str], seeds: Sequence[int]) -> None:
     """Raise UserError unless each row has one run of each seed, all of them with one setup."""
     runs = by_row(outcomes)
-    _refuse_mixtures(runs, seeds)
     for row in rows:
-        mine = [run.seed for run in runs.get(row, [])]
+        mine = runs.get(row, [])
+        where = f"--from: row {row!r}"
         for seed in seeds:
-            if seed not in mine:
-                raise UserError(f"--from: row {row!r} has no run with seed {seed}, as others have")
-        if len({run.settings for run in runs[row]} - {""}) > 1:
-            raise UserError(f"--from: row {row!r} had other settings in one of the files")
-
-
-def _refuse_mixtures(runs: Mapping[str, Sequence[Outcome]], seeds: Sequence[int]) -> None:
-    """Raise UserError where a row has two runs of a seed, or runs of two learning rates."""
-    for row, some in runs.items():
-        for seed in seeds:
-            if sum(run.seed == seed for run in some) > 1:
-                where = f"row {row!r} with seed {seed} is in two of the files"
-                raise UserError(f"--from: {where}; leave one of them away")
-        rates = sorted({run.lr for run in some})
+            count = sum(run.seed == seed for run in mine)
+            if count > 1:
+                raise UserError(
+                    f"{where} with seed {seed} is in two of the files; leave one of them away"
+                )
+            if not count:
+                raise UserError(f"{where} has no run with seed {seed}, as others have")
+        rates = sorted({run.lr for run in mine})
         if len(rates) > 1:
             text = " and ".join(f"{lr:g}" for lr in rates)
-            raise UserError(f"--from: row {row!r} was trained at learning rates of {text}")
+            raise UserError(f"{where} was trained at learning rates of {text}")
+        if len({run.settings for run in mine} - {""}) > 1:
+            raise UserError(f"{where} had other settings in one of the files")
 
 
 def without_hosts(machine: Mapping[str, str]) -> dict[str, str]:

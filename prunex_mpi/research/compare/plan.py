@@ -28,7 +28,6 @@ samples than the others.
 
 import hashlib
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -48,13 +47,9 @@ from prunex_mpi.config.resolve import (
     from_table,
     methods_of,
 )
+from prunex_mpi.run.directory import tomllib
 from prunex_mpi.settings.fields import OF_SECTION, OF_THE_JOB, Settings, key_of
 from prunex_mpi.settings.values import AUTO, to_fraction
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # What the comparison itself decides, or what only a run of its own can do.
 OWN = ("seed", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", *ESTIMATED)

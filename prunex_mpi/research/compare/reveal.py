@@ -25,7 +25,8 @@ from prunex_mpi.research.compare.outcomes import Outcome, Quality
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
-from prunex_mpi.tools.evaluate_network import judge, judge_text, load_images, read_network
+from prunex_mpi.tools.evaluate_network import judge, load_images, read_network
+from prunex_mpi.tools.evaluate_text import judge_text
 
 REVEAL = "reveal.json"
 BATCH = 256
@@ -68,8 +69,8 @@ def reveal(
     """
     world = place.topology.world
     before = read_reveal(world, options)
-    names = names_of(options, outcomes)
-    networks = run_collectively(world, lambda: _networks(options, list(names)))
+    names = [name_of(options, run) for run in outcomes if run.measured]
+    networks = run_collectively(world, lambda: _networks(options, names))
     if before and before["networks"] != networks:
         raise UserError(
             f"--reveal was done at {before['at']} with other networks; what is changed after that "
@@ -86,23 +87,19 @@ def reveal(
     return json.loads(broadcast_text(world, json.dumps(found)))
 
 
-def names_of(options: Options, outcomes: Sequence[Outcome]) -> dict[str, Outcome]:
-    """Return the runs that have a network, by the name of their folder."""
-    rows = {row.name: row for row in options.rows}
-    return {
-        kept_runs.run_name(rows[run.row], run.seed): run
-        for run in outcomes
-        if run.measured is not None
-    }
+def name_of(options: Options, run: Outcome) -> str:
+    """Return the name of the folder that has the network of a run."""
+    return kept_runs.run_name(next(r for r in options.rows if r.name == run.row), run.seed)
 
 
 def tested(
     options: Options, outcomes: Sequence[Outcome], found: Mapping[str, Any]
 ) -> tuple[Outcome, ...]:
     """Return the outcomes with what was `found` of their networks on the test images."""
-    names = {id(run): name for name, run in names_of(options, outcomes).items()}
     return tuple(
-        replace(run, test=Quality(**found["results"][names[id(run)]])) if id(run) in names else run
+        replace(run, test=Quality(**found["results"][name_of(options, run)]))
+        if run.measured
+        else run
         for run in outcomes
     )
 

@@ -3,8 +3,8 @@
 import copy
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.files import telling_disk_errors
@@ -46,12 +44,7 @@ from prunex_mpi.run import delivery
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.start import assemble, log_warnings
 from prunex_mpi.run.summary import add_up
-from prunex_mpi.run.supervision import (
-    check_exchange,
-    goes_behind_steps,
-    progress_of,
-    recorded,
-)
+from prunex_mpi.run.supervision import check_exchange, goes_behind_steps, progress_of, recorded
 from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.tools.export_run import smaller
 from prunex_mpi.tools.timing import Action, wall_times
@@ -64,7 +57,6 @@ FORWARD_TURNS = 15
 class Bench:
     """Where the runs of a comparison take place."""
 
-    world: MPI.Comm
     topology: Topology
     options: Options
     device: torch.device
@@ -118,19 +110,16 @@ def train(
         "versions": ", ".join(f"{key} {value}" for key, value in recorded_versions().items()),
         "data": f"{dataset.train_total} and {dataset.val_total} images {dataset.digest}".strip(),
     }
-    where = bench.world, folder, name, settings, place
+    where = bench.topology.world, folder, name, settings, place
     outcome = kept_runs.find_kept(*where, bench.revealed) if folder else None
     if outcome is None:
         told = {key_of(key): told_of(value) for key, value in point.items()}
         try:
-            found = run_one(bench, settings, dataset, row.name, path)
-            outcome = replace(found, point=told)
+            outcome = replace(run_one(bench, settings, dataset, row.name, path), point=told)
         except UserError as error:
             log.warning("%s: %s", name, error)
-            lr = settings.lr
-            return Outcome(
-                row.name, settings.seed, lr, None, f"failed: {error}", point=told, failed=True
-            )
+            nothing = Outcome(row.name, settings.seed, settings.lr, None, f"failed: {error}")
+            return replace(nothing, point=told, failed=True)
         if folder:
             kept_runs.keep(*where, outcome)
     return outcome
@@ -164,7 +153,14 @@ def run_one(
         context = assemble(mine, settings, dataset, bench.device, bench.transport, bench.heartbeat)
         log_warnings(world, context)
         state, problem, settings = context.state, context.problem, context.settings
-        files = exits.enter_context(directory(world, settings, path))
+        files = None
+        if path is not None:
+            config = to_toml(replace(settings, run_dir=str(path)), recorded_versions())
+            files = run_collectively(
+                world, lambda: None if world.rank else RunDirectory(path, config)
+            )
+        if files is not None:
+            exits.enter_context(closing(files))
         started = time.perf_counter()
         try:
             records = drive(mine, files, context)
@@ -237,25 +233,6 @@ def drive(
         return [record for record, _ in recorded(topology, files, context, bar)]
 
 
-@contextmanager
-def directory(
-    world: MPI.Comm, settings: Settings, path: Path | None
-) -> Iterator[RunDirectory | None]:
-    """Hold the directory of one run on rank 0; all get None without a path.
-
-    The other ranks always do. Collective on `world`.
-    """
-    files = None
-    if path is not None:
-        config = to_toml(replace(settings, run_dir=str(path)), recorded_versions())
-        files = run_collectively(world, lambda: None if world.rank else RunDirectory(path, config))
-    try:
-        yield files
-    finally:
-        if files is not None:
-            files.close()
-
-
 def finish(
     files: RunDirectory | None,
     topology: Topology,
@@ -290,20 +267,18 @@ def check_possible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> None:
 
     Collective on `world`.
     """
-    options = bench.options
+    inputs = inputs_from(dataset.sizes())
 
     def build() -> None:
         for row in rows:
-            settings = settings_of(
-                options.common, row, options.seeds[0], row.points[0], options.length
-            )
+            settings = bench.options.first_settings(row)
             try:
-                model = make_model(settings, inputs_from(dataset.sizes()))
-                make_groups(settings, model, build_layout(model), inputs_from(dataset.sizes()))
+                model = make_model(settings, inputs)
+                make_groups(settings, model, build_layout(model), inputs)
             except UserError as error:
                 raise UserError(f"row {row.name}: {error}", error.exit_code) from None
 
-    run_collectively(bench.world, build)
+    run_collectively(bench.topology.world, build)
 
 
 def check_equal_work(bench: Bench) -> None:
@@ -312,11 +287,7 @@ def check_equal_work(bench: Bench) -> None:
     How many whole steps that makes is known with the data alone. Collective on `world`.
     """
     options = bench.options
-    found = {
-        row.name: settings_of(options.common, row, options.seeds[0], row.points[0], options.length)
-        for row in options.rows
-        if not row.own_length
-    }
+    found = {r.name: options.first_settings(r) for r in options.rows if not r.own_length}
     known = (s.local_steps > 0 and not s.frozen_local_steps for s in found.values())
     if len(found) <= 1 or all(known):
         return
@@ -330,7 +301,7 @@ def check_equal_work(bench: Bench) -> None:
             trained[name] = total_steps(settings, steps) * batch
         check_equal_length(trained)
 
-    run_collectively(bench.world, check)
+    run_collectively(bench.topology.world, check)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -360,10 +331,7 @@ def forward_seconds(
     with torch.no_grad(), weights(state, state.z):
         small = exported(problem.model, images)
     topology.world.Barrier()
-    actions = {
-        "exported": Action(lambda: small(images)),
-        "dense": Action(lambda: dense(images)),
-    }
+    actions = {"exported": Action(lambda: small(images)), "dense": Action(lambda: dense(images))}
     with torch.no_grad():
         times = wall_times(
             actions, FORWARD_TURNS, state.theta.device, context.heartbeat, alternate=True

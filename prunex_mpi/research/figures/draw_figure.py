@@ -4,17 +4,16 @@ Figure 9 is strong scaling, figure 12 accuracy against the keep ratio, with the 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, quote
 from prunex_mpi.base.record_keys import ACCURACY
 from prunex_mpi.base.single_process import require_packages
-from prunex_mpi.base.tables import format_table
+from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.config.resolve import BY_NAME, FIELDS, toml_key
 from prunex_mpi.research.figures import run_figures
 from prunex_mpi.research.figures.figure_options import FIGURES, Options
@@ -24,16 +23,14 @@ from prunex_mpi.research.figures.run_figures import (
     Drawn,
     as_in_the_paper,
     beside,
-    frame,
     lacking,
     ranks_of,
-    table_of,
     unequal,
     value_of,
 )
-from prunex_mpi.research.picture_files import save
 from prunex_mpi.settings.fields import OF_THE_JOB
 from prunex_mpi.tools.drawing import (
+    DPI,
     MOST_CURVES,
     legend_above,
     look_of,
@@ -60,25 +57,14 @@ OF_ONE_CURVE = (
     *OF_THE_JOB,
     *("preset", "method", "model", "dataset", "seed", "init_from", "init_digest"),
     *("teacher_digest", "outer_iterations", "local_epochs", "local_steps", "frozen_local_steps"),
-    *(
-        "comm_share",
-        "batch_size",
-        "grad_accum_steps",
-        "lr",
-        "lr_schedule",
-        "warmup_ratio",
-        "min_lr_ratio",
-    ),
-    *("lr_scaling", "image_mean", "image_std", "test_samples"),
+    *("comm_share", "batch_size", "grad_accum_steps", "lr", "lr_schedule", "warmup_ratio"),
+    *("min_lr_ratio", "lr_scaling", "image_mean", "image_std", "test_samples"),
     *("warmup_iterations", "keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
     *("dgc_warmup_epochs", "prunetrain_reconfigure_every", "evaluate_every"),
     "ranks_per_node",
 )
 SCALING_APART = tuple(toml_key(name) for name in FIELDS if name not in OF_ONE_CURVE)
-PAPER_ACCURACY = {
-    1.0: "85.96 %",
-    0.5: "81.39 % in the text, 82.8 % in the caption",
-}
+PAPER_ACCURACY = {1.0: "85.96 %", 0.5: "81.39 % in the text, 82.8 % in the caption"}
 # What makes a curve of its own where runs of a method differ in it at one keep ratio: all but the
 # seed, and what follows from other settings.
 RATIOS_APART = tuple(
@@ -98,41 +84,33 @@ def figure(options: Options) -> None:
     runs = read_runs(options.runs)
     with styled():
         drawn = draw(options, runs)
-        frame(drawn, f"Figure {options.number}: {FIGURES[options.number]}")
-        save(drawn.figure, options.output, "--output")
-    print(format_table(table_of(options.number, FIGURES[options.number], drawn)))
+        try:
+            drawn.figure.savefig(options.output, dpi=DPI)
+        except OSError as error:
+            where = quote(options.output, 250)
+            raise UserError(f"--output {where}: {error.strerror}; choose another") from None
+    rows = tuple((row.what, row.here, row.paper, row.why) for row in drawn.rows)
+    title = f"Figure {options.number}: {FIGURES[options.number]}"
+    columns = ("what", "here", "paper", "why they differ")
+    print(format_table(Table(title, columns, rows, tuple(drawn.notes))))
     print(f"written to {shown(options.output)}", flush=True)
 
 
 def draw(options: Options, runs: Sequence[Run]) -> Drawn:
     """Return the figure of a number; raise UserError where the runs lack what it needs."""
     match options.number:
-        case "5":
-            return run_figures.accuracy(runs)
-        case "6a":
-            return run_figures.payload(runs)
-        case "6b":
-            return run_figures.volume(runs)
-        case "7":
-            return run_figures.waiting(runs)
-        case "8":
-            return run_figures.split(runs)
-        case "9":
-            return scaling(runs)
         case "10":
             return run_figures.of_ranks(runs[0])
         case "11":
             return run_figures.of_layers(runs[0], options.layers)
-        case "12":
-            return ratios(runs)
-        case _:
+        case "13":
             return run_figures.patterns(runs[0], options.layers)
+        case number:
+            return OF_RUNS[number](runs)
 
 
 def curves(
-    runs: Sequence[Run],
-    points: Mapping[Path, tuple[str, float | None]],
-    keys: Sequence[str],
+    runs: Sequence[Run], points: Mapping[Path, tuple[str, float | None]], keys: Sequence[str]
 ) -> dict[str, list[Run]]:
     """Return the runs of each curve by its name.
 
@@ -158,25 +136,13 @@ def curves(
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A run, its number of ranks, and its work per second of training."""
-
-    run: Run
-    ranks: int
-    rate: float
-
-
 def scaling(runs: Sequence[Run]) -> Drawn:
     """Draw figure 9 from runs with different numbers of ranks."""
     points = {run.path: (scaling_series(run), None) for run in runs}
-    found = {
-        name: sorted(map(measure, some), key=lambda p: p.ranks)
-        for name, some in curves(runs, points, SCALING_APART).items()
-    }
-    series = {
-        name: points for name, points in found.items() if len({point.ranks for point in points}) > 1
-    }
+    found = curves(runs, points, SCALING_APART)
+    # Of runs with as many ranks the fastest one counts.
+    rates = {name: dict(sorted(map(measure, some))) for name, some in found.items()}
+    series = {name: best for name, best in rates.items() if len(best) > 1}
     if not series:
         raise UserError(
             "figure 9 needs runs of one method and of one work with different numbers of ranks; "
@@ -185,26 +151,22 @@ def scaling(runs: Sequence[Run]) -> Drawn:
     figure = new_figure(3.6)
     panel, share = figure.subplots(1, 2)
     rows, farthest = [], 1.0
-    for number, (name, points) in enumerate(series.items()):
-        base = points[0]
-        # The best of runs with as many ranks.
-        best = {p.ranks: max(q.rate for q in points if q.ranks == p.ranks) for p in points}
-        unit = best[base.ranks]
-        x = np.array(sorted(best)) / base.ranks
-        y = np.array([best[ranks] / unit for ranks in sorted(best)])
-        look = look_of(number)
-        drawing = {"marker": marker_of(number), "markersize": 6, **look}
+    for number, (name, best) in enumerate(series.items()):
+        fewest = min(best)
+        x = np.array([*best]) / fewest
+        y = np.array([*best.values()]) / best[fewest]
+        drawing = {"marker": marker_of(number), "markersize": 6, **look_of(number)}
         panel.plot(x, y, label=plain(name), **drawing)
         share.plot(x, 100 * y / x, **drawing)
         farthest = max(farthest, x[-1])
-        method = str(base.run.setting("method"))
+        paper = PAPER_SCALING.get(str(found[name][0].setting("method")), NONE)
         rows.append(
             Beside(
                 name,
-                f"{y[-1]:.2f} on {x[-1]:g} times as many ranks ({base.ranks} to {max(best)}), "
+                f"{y[-1]:.2f} on {x[-1]:g} times as many ranks ({fewest} to {max(best)}), "
                 f"{100 * y[-1] / x[-1]:.0f} %",
-                PAPER_SCALING.get(method, NONE),
-                "other machines and links, and fewer ranks" if method in PAPER_SCALING else "",
+                paper,
+                "other machines and links, and fewer ranks" if paper != NONE else "",
             )
         )
     ideal = np.array([1, farthest])
@@ -233,8 +195,11 @@ def scaling_series(run: Run) -> str:
     return " ".join(filter(None, what))
 
 
-def measure(run: Run) -> Measured:
-    """Return a run as a point of its curve; raise UserError where it lacks what that takes."""
+def measure(run: Run) -> tuple[int, float]:
+    """Return the number of ranks of a run and its work per second of training.
+
+    Raises UserError where it lacks what that takes.
+    """
     ranks = ranks_of(run)
     if not ranks:
         raise lacking("9", run, "a number of ranks (it is not complete)")
@@ -242,11 +207,8 @@ def measure(run: Run) -> Measured:
         raise lacking("9", run, "seconds by phase")
     # The first outer iteration warms caches up.
     rest = slice(1, None) if len(run.iterations) > 1 else slice(None)
-    seconds = sum(
-        float(np.median(np.nan_to_num(run.column(f"seconds.{phase}"))[rest]))
-        for phase in MEASURED_PHASES
-    )
-    return Measured(run, ranks, work_of(run, ranks) / seconds)
+    columns = [run.filled(f"seconds.{phase}")[rest] for phase in MEASURED_PHASES]
+    return ranks, work_of(run, ranks) / sum(float(np.median(column)) for column in columns)
 
 
 def work_of(run: Run, ranks: int) -> float:
@@ -286,28 +248,19 @@ def ratios(runs: Sequence[Run]) -> Drawn:
     figure, panel = new_panel(3.6)
     rows = []
     for number, (name, series) in enumerate(found.items()):
-        ordered = sorted(series)
+        ordered, look = sorted(series), look_of(number)
         seeds = {x: [run.final for run in series[x]] for x in ordered}
-        spread = [stdev(seeds[x]) if len(seeds[x]) > 1 else 0.0 for x in ordered]
-        look = look_of(number)
-        means = [mean(seeds[x]) for x in ordered]
-        panel.errorbar(
-            ordered,
-            means,
-            yerr=spread,
-            capsize=3,
-            marker=marker_of(number),
-            label=plain(name),
-            **look,
-        )
-        for x in ordered:
-            panel.plot([x] * len(seeds[x]), seeds[x], "_", color=look["color"], markersize=9)
-            many = f"{len(seeds[x])} run{'s' if len(seeds[x]) > 1 else ''}"
-            apart = f" ± {stdev(seeds[x]):.2f}" if len(seeds[x]) > 1 else ""
-            here = f"{mean(seeds[x]):.2f}{apart} % ({many})"
+        spread = {x: stdev(some) if len(some) > 1 else 0.0 for x, some in seeds.items()}
+        drawing = {"capsize": 3, "marker": marker_of(number), "label": plain(name), **look}
+        panel.errorbar(ordered, list(map(mean, seeds.values())), yerr=[*spread.values()], **drawing)
+        for x, some in seeds.items():
+            panel.plot([x] * len(some), some, "_", color=look["color"], markersize=9)
+            many = f"{len(some)} run{'s' if len(some) > 1 else ''}"
+            apart = f" ± {spread[x]:.2f}" if len(some) > 1 else ""
             # Of its own method, on input channels, and of the network that is not pruned.
-            shown = as_in_the_paper(series[x][0]) or (x == 1 and name.startswith("dense"))
-            paper = PAPER_ACCURACY.get(x, NONE) if shown else NONE
+            known = as_in_the_paper(series[x][0]) or (x == 1 and name.startswith("dense"))
+            paper = PAPER_ACCURACY.get(x, NONE) if known else NONE
+            here = f"{mean(some):.2f}{apart} % ({many})"
             rows.append(beside(series[x][0], f"{name}, keep {x:g}", here, paper))
     panel.set_xlim(0, 1.05)
     panel.set_xlabel("keep ratio: share of the groups that is kept")
@@ -327,11 +280,7 @@ def ratio_of(run: Run) -> float:
         raise lacking("12", run, f"a keep ratio: {method} has none")
     if not BY_NAME[method].keeps_a_share:
         return 1.0
-    ratio = run.setting("keep-ratio", [1.0])
-    try:
-        return float(np.prod([float(x) for x in (ratio if isinstance(ratio, list) else [ratio])]))
-    except (TypeError, ValueError):
-        raise lacking("12", run, "a keep ratio") from None
+    return float(np.prod(run.setting("keep-ratio", 1.0)))
 
 
 def ratio_series(run: Run) -> str:
@@ -339,6 +288,16 @@ def ratio_series(run: Run) -> str:
     method = str(run.setting("method"))
     if not BY_NAME[method].keeps_a_share:
         return method
-    groups = run.setting("groups", [])
-    kinds = " ".join(map(str, groups)) if isinstance(groups, list) else str(groups)
+    kinds = " ".join(run.setting("groups", ()))
     return f"{method}, {kinds}" if kinds else method
+
+
+OF_RUNS = {
+    "5": run_figures.accuracy,
+    "6a": run_figures.payload,
+    "6b": run_figures.volume,
+    "7": run_figures.waiting,
+    "8": run_figures.split,
+    "9": scaling,
+    "12": ratios,
+}

@@ -1,13 +1,13 @@
 """Flags of `python -m prunex_mpi.bench figure`."""
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from prunex_mpi.base.errors import UserError, quote
 from prunex_mpi.config.parser import Parser, program_parser
-from prunex_mpi.research.picture_files import check_file_kind
 
+KINDS = (".svg", ".png", ".pdf")
 FIGURES = {
     "5": "accuracy against time and against bytes between nodes",
     "6a": "payload per outer iteration",
@@ -22,14 +22,8 @@ FIGURES = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """Which figure to draw of which runs, the file it goes to, and layers of 11 and 13."""
-
-    number: str
-    runs: tuple[Path, ...]
-    output: str
-    layers: tuple[str, ...]
+# Which figure to draw of which runs, the file it goes to, and layers of 11 and 13.
+Options = argparse.Namespace
 
 
 def build_parser() -> Parser:
@@ -42,17 +36,14 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("number", metavar="N", help=", ".join(FIGURES))
-    add("runs", nargs="+", metavar="RUN", help="folders of runs")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
     add("--output", default="", metavar="FILE", help=".svg, .png or .pdf [figure-N.svg]")
     add("--layers", nargs="+", default=[], metavar="NAME", help="11, 13: layers [five, four]")
     return parser
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without `figure`) asks for; nothing heavy is loaded.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     if given.number not in FIGURES:
         raise UserError(f"there is no figure {quote(given.number)}; there are {', '.join(FIGURES)}")
@@ -63,6 +54,8 @@ def parse(argv: Sequence[str]) -> Options:
         )
     if given.layers and given.number not in ("11", "13"):
         raise UserError("--layers is for figures 11 and 13; leave it away")
-    output = given.output or f"figure-{given.number}.svg"
-    check_file_kind("--output", output)
-    return Options(given.number, tuple(map(Path, given.runs)), output, tuple(given.layers))
+    given.output = given.output or f"figure-{given.number}.svg"
+    if Path(given.output).suffix not in KINDS:
+        names = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        raise UserError(f"--output {quote(given.output, 250)}: give a name that ends in {names}")
+    return given

@@ -1,11 +1,10 @@
 """The paper's figures of runs as they are: 5 to 8, 10, 11 and 13, and its values beside ours.
 
 What training reaches and costs in bytes and time (5 to 8), residuals of each rank and layer (10,
-11), patterns of zeros (13). A few lines below each figure have the paper's values.
+11), patterns of zeros (13).
 """
 
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ import numpy as np
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
 from prunex_mpi.base.files import STATE
 from prunex_mpi.base.record_keys import ACCURACY, RESIDUALS
-from prunex_mpi.base.tables import Table
 from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.drawing import (
     COLOURS,
@@ -38,7 +36,7 @@ from prunex_mpi.tools.report.read_runs import (
     read_layers,
     read_ranks,
     shown,
-    starts_of,
+    spread_out,
 )
 from prunex_mpi.tools.report.run_pictures import (
     RESIDUAL_WORDS,
@@ -54,8 +52,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NONE = "-"
-# Letters of the text below that fill an inch, and the inches of a line.
-LETTERS, LINE_INCHES, TITLE_INCHES = 17.0, 0.155, 0.25
 PAYLOAD_WHY = (
     "40 % is not what the paper's stated setting gives: half of the input channels of ResNet-152 "
     "leave 50.3 %"
@@ -87,8 +83,6 @@ MOST_LAYERS, TOP_LAYERS = 10, 5
 DECAY_WHY = "norms grow with the network and with what local steps move"
 # Of figure 13.
 PATTERNS, MOST_PATTERNS = 4, 12
-# Cells of a pattern that a screen can show.
-CELLS = 480
 
 
 @dataclass(frozen=True)
@@ -103,57 +97,11 @@ class Beside:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure and what stands below it."""
+    """A figure, and what is printed with it."""
 
     figure: "Figure"
     rows: Sequence[Beside]
     notes: Sequence[str] = ()
-
-
-def table_of(number: str, title: str, drawn: Drawn) -> Table:
-    """Return what is printed: the values side by side."""
-    rows = tuple((row.what, row.here, row.paper, row.why) for row in drawn.rows)
-    return Table(
-        f"Figure {number}: {title}",
-        ("what", "here", "paper", "why they differ"),
-        rows,
-        tuple(drawn.notes),
-    )
-
-
-def frame(drawn: Drawn, title: str) -> None:
-    """Write the title above the figure and the values below it, which becomes as much higher."""
-    width, height = drawn.figure.get_size_inches()
-    lines: list[str] = []
-    for row in drawn.rows:
-        text = f"{row.what}: {row.here}"
-        if row.paper != NONE:
-            text += f"; paper: {row.paper}"
-        if row.why:
-            text += f" ({row.why})"
-        lines += _wrapped(text, width)
-    for note in drawn.notes:
-        lines += _wrapped(note, width)
-    below = LINE_INCHES * len(lines) + 0.12
-    # Legends outside of the panels are laid out in the whole figure, and not in the part of it.
-    legends = drawn.figure.legends
-    boxes = [legend.get_window_extent() for legend in legends]
-    names = max((box.height / drawn.figure.dpi for box in boxes), default=0.0)
-    whole = height + below + names + TITLE_INCHES
-    bottom, top = below / whole, 1 - TITLE_INCHES / whole
-    drawn.figure.set_size_inches(width, whole)
-    engine = drawn.figure.get_layout_engine()
-    if engine is not None:
-        engine.set(rect=(0, bottom, 1, height / whole))
-    for legend in legends:
-        legend.set_bbox_to_anchor((0, bottom, 1, top - bottom), drawn.figure.transFigure)
-    drawn.figure.text(0.012, 1 - 0.06 / whole, plain(title), va="top", fontsize=10)
-    text = "\n".join(lines)
-    drawn.figure.text(0.012, (below - 0.06) / whole, text, va="top", fontsize=7.5)
-
-
-def _wrapped(text: str, width: float) -> list[str]:
-    return textwrap.wrap(plain(text), int(LETTERS * width), subsequent_indent=" " * 4)
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
@@ -167,20 +115,15 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 def looks_of(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Return how the curve of each run looks, and what it is called."""
-    return [{**look_of(i), "label": plain(name)} for i, name in enumerate(names_of(runs))]
-
-
-def groups_of(run: Run) -> list[str]:
-    """Return the kinds of groups that a run prunes, none where its method has no keep ratio."""
-    if not BY_NAME[str(run.setting("method"))].keeps_a_share:
-        return []
-    groups = run.setting("groups", [])
-    return [str(kind) for kind in groups] if isinstance(groups, list) else [str(groups)]
+    return [
+        {"mark": marker_of(number), **look_of(number), "label": plain(name)}
+        for number, name in enumerate(names_of(runs))
+    ]
 
 
 def as_in_the_paper(run: Run) -> bool:
     """Return whether a run prunes as the paper's main configuration does: input channels."""
-    return str(run.setting("method")) == "prunex" and groups_of(run) == ["channel"]
+    return run.setting("method") == "prunex" and run.setting("groups") == ["channel"]
 
 
 def unequal(runs: Sequence[Run]) -> list[str]:
@@ -247,7 +190,7 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
             raise lacking("5", run, "an accuracy (train with --evaluate-every)")
     figure = new_figure(3.4, 7.6)
     panels = figure.subplots(1, 2, sharey=True)
-    handed = [np.cumsum(np.nan_to_num(run.column("bytes.payload"))) for run in runs]
+    handed = [np.cumsum(run.filled("bytes.payload")) for run in runs]
     seconds = [trained_seconds(run) for run in runs]
     size, unit = unit_of_seconds(max(float(x[-1]) for x in seconds))
     kib, bytes_unit = unit_of_bytes(max(float(x[-1]) for x in handed))
@@ -255,22 +198,16 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
         (panels[0], seconds, size, f"(a) {unit} of training, evaluation left out"),
         (panels[1], handed, kib, f"(b) {bytes_unit} per leader between nodes"),
     ):
-        for number, (run, x, look) in enumerate(zip(runs, columns, looks_of(runs), strict=True)):
-            plot(panel, x / scale, run.judged, marker_of(number), **look)
+        for run, x, look in zip(runs, columns, looks_of(runs), strict=True):
+            plot(panel, x / scale, run.judged, **look)
         panel.set_xlabel(word)
     panels[0].set_ylabel(f"{judged_on(runs)} accuracy %")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=3)
-    rows = [
-        beside(
-            run,
-            name,
-            f"{run.final:.1f} % in {duration_words(float(seconds[number][-1]))}, "
-            f"{size_words(handed[number][-1])}",
-            paper_of(run, "5"),
-        )
-        for number, (run, name) in enumerate(zip(runs, names_of(runs), strict=True))
-    ]
+    rows = []
+    for run, name, taken, sent in zip(runs, names_of(runs), seconds, handed, strict=True):
+        cost = f"{duration_words(float(taken[-1]))}, {size_words(sent[-1])}"
+        rows.append(beside(run, name, f"{run.final:.1f} % in {cost}", paper_of(run, "5")))
     return Drawn(figure, rows, [*held_out(runs), *unequal(runs)])
 
 
@@ -278,28 +215,19 @@ def payload(runs: Sequence[Run]) -> Drawn:
     """Draw figure 6a: what a leader hands over in each outer iteration, and if it were dense."""
     require("6a", runs, "bytes.payload", "bytes")
     figure, panel = new_panel(3.6)
-    columns = [run.column("bytes.dense") for run in runs]
-    largest = max(float(np.nanmax(np.nan_to_num(c))) for c in columns)
-    size, unit = unit_of_bytes(largest)
+    size, unit = unit_of_bytes(max(float(run.filled("bytes.dense").max()) for run in runs))
     rows = []
-    for number, (run, name, look) in enumerate(
-        zip(runs, names_of(runs), looks_of(runs), strict=True)
-    ):
-        plot(panel, run.iterations, run.column("bytes.payload") / size, marker_of(number), **look)
+    for run, name, look in zip(runs, names_of(runs), looks_of(runs), strict=True):
+        plot(panel, run.iterations, run.column("bytes.payload") / size, **look)
         dense = {"color": look["color"], "linestyle": (0, (1, 3)), "linewidth": 1}
-        word = {"label": "if dense (dotted)"} if number == len(runs) - 1 else {}
+        word = {"label": "if dense (dotted)"} if run is runs[-1] else {}
         plot(panel, run.iterations, run.column("bytes.dense") / size, **dense, **word)
         first, end = run.column("bytes.dense")[0], last(run, "bytes.payload")
         share = end / last(run, "bytes.dense")
-        pruned = str(run.setting("method")) == "prunex"
-        rows.append(
-            Beside(
-                name,
-                f"dense {size_words(first)}, at the end {size_words(end)}: {100 * share:.1f} %",
-                "about 220 MB falling to about 40 %" if pruned else NONE,
-                PAYLOAD_WHY if as_in_the_paper(run) else "",
-            )
-        )
+        here = f"dense {size_words(first)}, at the end {size_words(end)}: {100 * share:.1f} %"
+        pruned = run.setting("method") == "prunex"
+        paper = "about 220 MB falling to about 40 %" if pruned else NONE
+        rows.append(Beside(name, here, paper, PAYLOAD_WHY if as_in_the_paper(run) else ""))
     panel.set_ylim(bottom=0)
     panel.set_ylabel(f"{unit} per leader,\nbetween nodes")
     run_pictures.count_iterations(panel)
@@ -310,21 +238,20 @@ def payload(runs: Sequence[Run]) -> Drawn:
 def volume(runs: Sequence[Run]) -> Drawn:
     """Draw figure 6b: the bytes of whole runs, and if they were dense."""
     require("6b", runs, "bytes.payload", "bytes")
-    dense = np.array([np.nansum(run.column("bytes.dense")) for run in runs])
-    sent = np.array([np.nansum(run.column("bytes.payload")) for run in runs])
+    dense = np.array([run.total("bytes.dense") for run in runs])
+    sent = np.array([run.total("bytes.payload") for run in runs])
     size, unit = unit_of_bytes(float(max(dense.max(), sent.max())))
     figure, panel = new_panel(1.5 + 0.55 * max(2, len(runs)))
     places = np.arange(len(runs))
     at_each_step = np.array([BY_NAME[str(run.setting("method"))].per_step for run in runs])
     light = {"facecolor": "#e4e4e4", "edgecolor": "#555555", "linewidth": 0.6}
-    kinds = (
-        (~at_each_step, "dense: one full model per OUTER iteration", ""),
-        (at_each_step, "dense: one full model per STEP", "////"),
-    )
-    for which, word, hatch in kinds:
+    for which, word, hatch in (
+        (~at_each_step, "OUTER iteration", ""),
+        (at_each_step, "STEP", "////"),
+    ):
         if which.any():
-            bars = places[which] - 0.2
-            panel.barh(bars, dense[which] / size, 0.38, label=word, hatch=hatch, **light)
+            look = {"label": f"dense: one full model per {word}", "hatch": hatch, **light}
+            panel.barh(places[which] - 0.2, dense[which] / size, 0.38, **look)
     panel.barh(places + 0.2, sent / size, 0.38, color=COLOURS[1], label="sent")
     names = names_of(runs)
     name_bars(panel, names)
@@ -332,16 +259,12 @@ def volume(runs: Sequence[Run]) -> Drawn:
     legend_above(panel, 2)
     rows = []
     for number, run in enumerate(runs):
-        paper = VOLUMES.get(str(run.setting("model")), NONE)
-        paper = paper if str(run.setting("method")) == "prunex" else NONE
-        rows.append(
-            Beside(
-                f"{names[number]}, {len(run.iterations)} outer iterations",
-                f"{size_words(dense[number])} → {size_words(sent[number])}",
-                f"{paper} in 60" if paper != NONE else NONE,
-                PAYLOAD_WHY if paper != NONE and as_in_the_paper(run) else "",
-            )
-        )
+        known = VOLUMES if run.setting("method") == "prunex" else {}
+        paper = known.get(str(run.setting("model")), NONE)
+        what = f"{names[number]}, {len(run.iterations)} outer iterations"
+        here = f"{size_words(dense[number])} → {size_words(sent[number])}"
+        why = PAYLOAD_WHY if paper != NONE and as_in_the_paper(run) else ""
+        rows.append(Beside(what, here, f"{paper} in 60" if paper != NONE else NONE, why))
     notes = [
         "The paper's dense figure, and ours of methods that exchange once per outer iteration, is "
         "one full model per outer iteration; DDP sends a full gradient at each step."
@@ -352,29 +275,24 @@ def volume(runs: Sequence[Run]) -> Drawn:
 def waiting(runs: Sequence[Run]) -> Drawn:
     """Draw figure 7: the seconds of synchronisation of each outer iteration."""
     require("7", runs, "seconds.inter", "seconds by phase")
-    inside = [np.nan_to_num(run.column("seconds.intra")) for run in runs]
-    between = [np.nan_to_num(run.column("seconds.inter")) for run in runs]
+    inside = [run.filled("seconds.intra") for run in runs]
+    between = [run.filled("seconds.inter") for run in runs]
     columns = [a + b for a, b in zip(inside, between, strict=True)]
     figure, panel = new_panel(3.6)
     size, unit = unit_of_seconds(max(float(column.max()) for column in columns))
-    for number, (run, column, look) in enumerate(zip(runs, columns, looks_of(runs), strict=True)):
-        plot(panel, run.iterations, column / size, marker_of(number), **look)
+    for run, column, look in zip(runs, columns, looks_of(runs), strict=True):
+        plot(panel, run.iterations, column / size, **look)
     run_pictures.widen(panel, columns)
     panel.set_ylabel(f"{unit} of synchronisation,\nbetween nodes and inside them")
     run_pictures.count_iterations(panel)
     legend_above(panel, 3)
-    rows = [
-        beside(
-            run,
-            name,
-            f"median {duration_words(float(np.median(columns[i])))}, between nodes "
-            f"{duration_words(float(np.median(between[i])))} and inside them "
-            f"{duration_words(float(np.median(inside[i])))}; "
-            f"most {duration_words(float(columns[i].max()))}",
-            paper_of(run, "7"),
-        )
-        for i, (run, name) in enumerate(zip(runs, names_of(runs), strict=True))
-    ]
+    rows = []
+    for number, (run, name) in enumerate(zip(runs, names_of(runs), strict=True)):
+        parts = (columns[number], between[number], inside[number])
+        whole, outer, inner = (duration_words(float(np.median(part))) for part in parts)
+        most = duration_words(float(columns[number].max()))
+        here = f"median {whole}, between nodes {outer} and inside them {inner}; most {most}"
+        rows.append(beside(run, name, here, paper_of(run, "7")))
     notes = [
         "Of an outer iteration, as rank 0 took it: with methods that exchange at each step, of all "
         "its steps together."
@@ -397,24 +315,20 @@ def split(runs: Sequence[Run]) -> Drawn:
     rows, shares = [], []
     names = names_of(runs)
     for run, name in zip(runs, names, strict=True):
-        hierarchical = str(run.setting("method")) == "prunex"
+        hierarchical = run.setting("method") == "prunex"
         seconds = communication(run)
         whole = sum(seconds.values())
         if not whole:
             raise lacking("8", run, f"any communication in {RANKS}")
-        shares.append({part: value / whole for part, value in seconds.items()})
+        share = {part: 100 * value / whole for part, value in seconds.items()}
+        shares.append(share)
         rows += [
-            beside(
-                run,
-                f"{name}, {word}",
-                f"{100 * shares[-1][part]:.1f} %",
-                paper if hierarchical else NONE,
-            )
+            beside(run, f"{name}, {word}", f"{share[part]:.1f} %", paper if hierarchical else NONE)
             for part, (word, paper) in PARTS.items()
-            if shares[-1][part]
+            if share[part]
         ]
     figure, panel = new_panel(1.6 + 0.4 * max(2, len(runs)))
-    widths = {part: np.array([100 * share[part] for share in shares]) for part in PARTS}
+    widths = {part: np.array([share[part] for share in shares]) for part in PARTS}
     bars = [(PARTS[p][0], w, {"color": PART_COLOURS[p]}) for p, w in widths.items() if w.any()]
     stack_bars(panel, names, bars)
     panel.set_xlim(0, 100)
@@ -504,8 +418,8 @@ def of_layers(run: Run, wanted: Sequence[str] = ()) -> Drawn:
         block = np.where(layers.values[name] > 0, layers.values[name], np.nan)
         for number, i in enumerate(chosen):
             word = layers.names[i].removesuffix(".weight")
-            look = {**look_of(number), "label": plain(word)}
-            plot(panel, layers.iterations, block[:, i], marker_of(number), **look)
+            look = {"mark": marker_of(number), **look_of(number), "label": plain(word)}
+            plot(panel, layers.iterations, block[:, i], **look)
             known = block[np.isfinite(block[:, i]), i]
             if len(known) and name.endswith("_primal"):
                 ends = f"from {known[0]:.1e} to {known[-1]:.1e}"
@@ -525,29 +439,16 @@ def patterns(run: Run, wanted: Sequence[str]) -> Drawn:
     rows = []
     for panel, (name, weight) in zip(panels, weights.items(), strict=True):
         kept = weight.reshape(len(weight), -1) != 0
-        panel.imshow(
-            shrunk(kept),
-            cmap="gray_r",
-            vmin=0,
-            vmax=1,
-            aspect="auto",
-            interpolation="nearest",
-            extent=(0, kept.shape[1], kept.shape[0], 0),
-        )
+        extent = (0, kept.shape[1], kept.shape[0], 0)
+        panel.imshow(kept * 1.0, cmap="gray_r", vmin=0, vmax=1, aspect="auto", extent=extent)
         panel.grid(False)
         # Zeros are as white as what is around them.
         panel.spines[:].set_visible(True)
         panel.set_title(plain(name), loc="left", fontsize=8)
         panel.set_ylabel("C_out", fontsize=8)
         gone = (~kept.any(axis=1)).sum(), (~kept.any(axis=0)).sum()
-        rows.append(
-            Beside(
-                name,
-                f"{100 * kept.mean():.1f} % kept; whole rows of zeros {gone[0]} of {len(kept)}, "
-                f"columns {gone[1]} of {kept.shape[1]}",
-                "stripes",
-            )
-        )
+        here = f"{100 * kept.mean():.1f} % kept; whole rows of zeros {gone[0]} of {len(kept)}, "
+        rows.append(Beside(name, f"{here}columns {gone[1]} of {kept.shape[1]}", "stripes"))
     panels[-1].set_xlabel("C_in x kernel places; black: kept, white: zero")
     return Drawn(figure, rows)
 
@@ -570,29 +471,12 @@ def read_weights(run: Run, wanted: Sequence[str]) -> dict[str, np.ndarray]:
     found = {name: value for name, value in tensors.items() if value.ndim == 4}
     if not found:
         raise lacking("13", run, "a convolution")
+    if len(wanted) > MOST_PATTERNS:
+        raise UserError(f"--layers: at most {MOST_PATTERNS} fit into a figure")
+    chosen = [layer_called(word, tuple(found), "convolution") for word in wanted]
     if not wanted:
         pruned = [name for name, value in found.items() if (value == 0).any()]
         if not pruned:
             raise lacking("13", run, "a convolution with zeros")
-        places = np.unique(np.linspace(0, len(pruned) - 1, PATTERNS).round().astype(int))
-        return {pruned[i]: found[pruned[i]] for i in places}
-    if len(wanted) > MOST_PATTERNS:
-        raise UserError(f"--layers: at most {MOST_PATTERNS} fit into a figure")
-    chosen = {}
-    for word in wanted:
-        name = layer_called(word, tuple(found), "convolution")
-        chosen[name] = found[name]
-    return chosen
-
-
-def shrunk(kept: np.ndarray) -> np.ndarray:
-    """Return the share of kept weights in cells, so few that all can be shown; float64."""
-    values = kept.astype(np.float64)
-    for axis in (0, 1):
-        size = values.shape[axis]
-        if size > CELLS:
-            starts = starts_of(size, CELLS)
-            counts = np.diff(np.append(starts, size))
-            shape = (-1, 1) if axis == 0 else (1, -1)
-            values = np.add.reduceat(values, starts, axis=axis) / counts.reshape(shape)
-    return values
+        chosen = [pruned[i] for i in spread_out(np.arange(len(pruned)), PATTERNS)]
+    return {name: found[name] for name in chosen}

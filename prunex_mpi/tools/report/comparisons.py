@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_figure, plain
+from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_panel, plain
 from prunex_mpi.tools.report.one_run import listed
 from prunex_mpi.tools.report.page import Page, Picture, Section
 from prunex_mpi.tools.report.read_runs import shown
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 MOST_CURVES_DRAWN = 8
 # From so many decades on, ticks at their ends are enough.
 WIDE_DECADES = 2.0
-THIS_MACHINE = "this machine"
 # Some weights of a whole network may happen to be 0; budgets are spent to a few weights.
 SAME_SIZE = 0.95
 
@@ -35,14 +34,13 @@ SAME_SIZE = 0.95
 class Curve:
     """Mean accuracies of a row's seeds, in percent, over MiB and over seconds of training.
 
-    `share` is that of `train_s` spent so far; `spread` the standard deviation at the end.
+    `spread` is the standard deviation at the end.
     """
 
     row: str
     sent_mib: tuple[float, ...]
-    share: tuple[float, ...]
+    seconds: tuple[float, ...]
     accuracy: tuple[float, ...]
-    train_s: float
     spread: float
     parameters_left: float
 
@@ -98,7 +96,7 @@ def curves_of(runs: Sequence[Mapping[str, Any]]) -> list[Curve]:
     found = []
     for row in dict.fromkeys(run["row"] for run in runs):
         measured = [run["measured"] for run in runs if run["row"] == row and run["measured"]]
-        measured = [m for m in measured if m["curve"]]
+        measured = [m for m in measured if m["curve"] and m["accuracy"] is not None]
         if not measured:
             continue
         # Where all seeds were evaluated: one may have ended sooner than the others.
@@ -107,15 +105,13 @@ def curves_of(runs: Sequence[Mapping[str, Any]]) -> list[Curve]:
         if not shared:
             continue
         points = [[of[iteration] for of in by_iteration] for iteration in shared]
-        train_s = mean(m["train_s"] for m in measured)
         ends = [100 * m["curve"][-1]["accuracy"] for m in measured]
         found.append(
             Curve(
                 row,
                 tuple(mean(p["sent_bytes"] for p in at) / MIB for at in points),
-                tuple(mean(p["train_s"] for p in at) / train_s for at in points),
+                tuple(mean(p["train_s"] for p in at) for at in points),
                 tuple(mean(100 * p["accuracy"] for p in at) for at in points),
-                train_s,
                 stdev(ends) if len(ends) > 1 else 0.0,
                 mean(m["parameters_left"] for m in measured),
             )
@@ -143,16 +139,18 @@ def pictures_of(curves: Sequence[Curve], number: int) -> list[Picture]:
     """Return accuracy over bytes and over time, nothing where no run was evaluated."""
     if not curves:
         return []
-    over_bytes, over_seconds = new_figure(4.2), new_figure(4.2)
-    draw_bytes(over_bytes.subplots(), curves)
-    draw_seconds(over_seconds.subplots(), curves, {c.row: c.train_s for c in curves})
-    for figure in (over_bytes, over_seconds):
-        figure.axes[0].set_ylabel("test accuracy %")
-        legend_above(figure.axes[0], 3)
-    return [
-        Picture(f"bytes-{number}", "Accuracy against bytes", over_bytes, SPREAD),
-        Picture(f"seconds-{number}", "Accuracy against time", over_seconds, SPREAD),
-    ]
+    found = []
+    for name, what, label, places in (
+        ("bytes", "bytes", "MiB that left a node", [c.sent_mib for c in curves]),
+        ("seconds", "time", "seconds, this machine", [c.seconds for c in curves]),
+    ):
+        figure, panel = new_panel(4.2)
+        draw(panel, curves, places)
+        panel.set_xlabel(label)
+        panel.set_ylabel("test accuracy %")
+        legend_above(panel, 3)
+        found.append(Picture(f"{name}-{number}", f"Accuracy against {what}", figure, SPREAD))
+    return found
 
 
 SPREAD = (
@@ -176,24 +174,6 @@ def lead(found: Compared) -> str:
     return text
 
 
-def draw_bytes(panel: "Axes", curves: Sequence[Curve]) -> None:
-    """Draw the rows over the bytes that left a node."""
-    _draw(panel, curves, [curve.sent_mib for curve in curves])
-    panel.set_xlabel("MiB that left a node")
-
-
-def draw_seconds(
-    panel: "Axes", curves: Sequence[Curve], pace: Mapping[str, float], name: str = THIS_MACHINE
-) -> None:
-    """Draw those rows over seconds whose whole run takes what `pace` says."""
-    scaled = (
-        [share * pace[curve.row] for share in curve.share] if curve.row in pace else None
-        for curve in curves
-    )
-    _draw(panel, curves, list(scaled))
-    panel.set_xlabel(f"seconds, {plain(name)}")
-
-
 def _spread_out(panel: "Axes") -> None:
     """Make the horizontal axis logarithmic, with plain numbers at a few ticks."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -207,8 +187,8 @@ def _spread_out(panel: "Axes") -> None:
     panel.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw(panel: "Axes", curves: Sequence[Curve], places: Sequence[Sequence[float] | None]) -> None:
-    """Draw each row that has places on the horizontal axis; the spread of the seeds at its end.
+def draw(panel: "Axes", curves: Sequence[Curve], places: Sequence[Sequence[float]]) -> None:
+    """Draw each row over its places on the horizontal axis; the spread of the seeds at its end.
 
     Hollow ends are those of networks that are smaller than the largest one. Many rows are their
     ends alone, numbered, and a line joins those that no other surpasses for less.
@@ -216,8 +196,6 @@ def _draw(panel: "Axes", curves: Sequence[Curve], places: Sequence[Sequence[floa
     many = len(curves) > MOST_CURVES_DRAWN
     whole = max(curve.parameters_left for curve in curves)
     for number, (curve, x) in enumerate(zip(curves, places, strict=True)):
-        if x is None:
-            continue
         look = look_of(number)
         if not many:
             panel.plot(x, curve.accuracy, linewidth=1.2, alpha=0.6, **look)
@@ -233,15 +211,10 @@ def _draw(panel: "Axes", curves: Sequence[Curve], places: Sequence[Sequence[floa
             label=plain(f"{number + 1}  {curve.row}" if many else curve.row),
         )
         if many:
-            panel.annotate(
-                str(number + 1),
-                (x[-1], curve.accuracy[-1]),
-                xytext=(4, 4),
-                textcoords="offset points",
-                fontsize=7,
-            )
+            where = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
+            panel.annotate(str(number + 1), (x[-1], curve.accuracy[-1]), **where)
     if many:
-        ends = [(x[-1], c.accuracy[-1]) for c, x in zip(curves, places, strict=True) if x]
+        ends = [(x[-1], c.accuracy[-1]) for c, x in zip(curves, places, strict=True)]
         panel.plot(*zip(*front(ends), strict=True), color="#999999", linewidth=1, zorder=1)
     _spread_out(panel)
 

@@ -1,8 +1,8 @@
 """The page of one run, and what its first paragraph says in words."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,10 +13,9 @@ from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.config.resolve import FIELDS, make, to_toml, toml_key
 from prunex_mpi.run.summary import closing_rows
 from prunex_mpi.tools.report import run_pictures
-from prunex_mpi.tools.report.page import Page, Section, pictures_of
+from prunex_mpi.tools.report.page import Page, Picture, Section, pictures_of
 from prunex_mpi.tools.report.read_runs import (
     COLUMNS,
-    Layers,
     Run,
     flat_config,
     read_changes,
@@ -29,6 +28,9 @@ from prunex_mpi.tools.report.read_runs import (
 from prunex_mpi.tools.report.run_pictures import freeze_iteration, phases_of, unit_of_bytes
 from prunex_mpi.tools.report.stragglers import RankTimes, Straggler, find_stragglers, ranges
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 # Columns of a picture of all layers.
 LAYER_COLUMNS = 240
 # Where a run lies and how it was started says nothing of how it was trained.
@@ -38,6 +40,19 @@ NO_RANKS = (
     f"The run has no {RANKS}, in which the seconds of every rank are recorded: which ranks the "
     "others waited for can't be told."
 )
+ENDINGS = {
+    "completed": "The run completed its {count} outer iterations.",
+    "converged": "The run converged: it stopped after {of} outer iterations, when all residuals "
+    "were small.",
+    "preempted": "The run was preempted after {of} outer iterations{because}: it left a checkpoint "
+    "and can go on with --resume.",
+    "diverged": "The run diverged after {of} outer iterations{because}.",
+    # A job that was killed looks as one that goes on, as long as its last sign is fresh.
+    "running": "The run is still going, or was broken off within the last minute: {of} outer "
+    "iterations are done so far.",
+    "broken off": "The run ended badly: it was broken off after {of} outer iterations, and says "
+    "nothing of why (it has no summary.json).",
+}
 # The part of a run at its end by which it is judged whether it still moves.
 END = 5
 # What is lost through a rank is worth a word from this part of all seconds on.
@@ -52,15 +67,48 @@ def page_of(run: Run) -> Page:
     times = find_stragglers(per_rank.watch(read_ranks(run.path)))
     words = lead(run, times)
     notices = [*([words[0]] if run.status in BAD or not run.complete else []), *run.notes]
+    mean = ""
+    if len(run.iterations) > COLUMNS:
+        mean = "A long run: each column is the mean of its outer iterations."
+    how = "Primal: how far copies are apart. Dual: how far what they agreed upon moved."
+    density = run_pictures.layer_density(layers) if layers else None
+    of_layers = run_pictures.layer_residuals(layers) if layers else None
+    of_ranks = run_pictures.rank_residuals(per_rank)
+    learning = learning_pictures(lambda axis: run_pictures.learning(run, axis))
+    cost = pictures_of(
+        ("bytes", "Bytes of each outer iteration", run_pictures.traffic(run), mean),
+        ("seconds", "Seconds of each outer iteration", run_pictures.duration(run), mean),
+    )
+    pruning = pictures_of(
+        ("density", "Density, mask drift, freeze", run_pictures.pruning(run), ""),
+        ("density-layers", "Density of the layers that were pruned", density, ""),
+    )
+    agreement = pictures_of(
+        ("residuals", "Residuals", run_pictures.residuals(run), how),
+        ("penalties", "Penalties and learning rate", run_pictures.penalties(run), ""),
+        ("residuals-layers", "Residuals of each layer", of_layers, ""),
+        ("residuals-ranks", "Residuals of each rank", of_ranks, ""),
+    )
     sections = [
-        Section("Did it learn?", learning_pictures(run), [closing(run)]),
-        Section("What it cost", cost_pictures(run)),
+        Section("Did it learn?", learning, [closing(run)]),
+        Section("What it cost", cost),
         slow_section(times),
-        Section("What was pruned", pruning_pictures(run, layers)),
-        Section("How far ranks and nodes agree", agreement_pictures(run, layers, per_rank)),
+        Section("What was pruned", pruning),
+        Section("How far ranks and nodes agree", agreement),
         Section("Settings", (), settings_tables(run, times)),
     ]
     return Page(f"Run {run.name}", source_line(run), words, sections, notices)
+
+
+def learning_pictures(draw: Callable[[str], "Figure | None"]) -> list[Picture]:
+    """Return loss and accuracy along iterations, time and bytes."""
+    axes = {"iterations": "outer iterations", "seconds": "time", "bytes": "bytes"}
+    return pictures_of(
+        *(
+            (f"learning-{axis}", f"Loss and accuracy against {words}", draw(axis), "")
+            for axis, words in axes.items()
+        )
+    )
 
 
 def source_line(run: Run) -> str:
@@ -81,59 +129,6 @@ def wanted_iterations(run: Run) -> list[int]:
     return sorted(chosen)
 
 
-def learning_pictures(run: Run) -> list:
-    """Return loss and accuracy along iterations, time and bytes."""
-    titles = {
-        "iterations": "Loss and accuracy against outer iterations",
-        "seconds": "Loss and accuracy against time",
-        "bytes": "Loss and accuracy against bytes",
-    }
-    return pictures_of(
-        [
-            (f"learning-{axis}", title, run_pictures.learning(run, axis), "")
-            for axis, title in titles.items()
-        ]
-    )
-
-
-def cost_pictures(run: Run) -> list:
-    """Return bytes by kind and seconds by phase."""
-    note = ""
-    if len(run.iterations) > COLUMNS:
-        note = "A long run: each column is the mean of its outer iterations."
-    return pictures_of(
-        [
-            ("bytes", "Bytes of each outer iteration", run_pictures.traffic(run), note),
-            ("seconds", "Seconds of each outer iteration", run_pictures.duration(run), note),
-        ]
-    )
-
-
-def pruning_pictures(run: Run, layers: Layers | None) -> list:
-    """Return density, drift and freeze, and the density of each layer."""
-    found = [("density", "Density, mask drift, freeze", run_pictures.pruning(run), "")]
-    if layers is not None:
-        title = "Density of the layers that were pruned"
-        found.append(("density-layers", title, run_pictures.layer_density(layers), ""))
-    return pictures_of(found)
-
-
-def agreement_pictures(
-    run: Run, layers: Layers | None, per_rank: run_pictures.RankResiduals
-) -> list:
-    """Return residuals in all, by layer and by rank, and penalties."""
-    note = "Primal: how far copies are apart. Dual: how far what they agreed upon moved."
-    found = [("residuals", "Residuals", run_pictures.residuals(run), note)]
-    title = "Penalties and learning rate"
-    found.append(("penalties", title, run_pictures.penalties(run), ""))
-    if layers is not None:
-        figure = run_pictures.layer_residuals(layers)
-        found.append(("residuals-layers", "Residuals of each layer", figure, ""))
-    figure = run_pictures.rank_residuals(per_rank)
-    found.append(("residuals-ranks", "Residuals of each rank", figure, ""))
-    return pictures_of(found)
-
-
 def slow_section(times: RankTimes | None) -> Section:
     """Return where the ranks' time went, and which ranks the others waited for."""
     title = "Which ranks the others waited for"
@@ -141,43 +136,34 @@ def slow_section(times: RankTimes | None) -> Section:
         return Section(title, text=NO_RANKS)
     if times.ranks == 1:
         return Section(title, text="There was one rank, which waited for nobody.")
-    some = f"{len(run_pictures.shown_ranks(times))} of {times.ranks} ranks. "
+    sent = (
+        "Transmitting: the least that any rank spent in the collectives of a phase; what a rank "
+        "spent beyond that it waited."
+    )
+    if times.ranks > run_pictures.MOST_BARS:
+        sent = f"{len(run_pictures.shown_ranks(times))} of {times.ranks} ranks. {sent}"
+    late = (
+        "Where ranks meet, what the last one came later than they did counts as its delay, in the "
+        "phases in which it took longer than its likes."
+    )
+    went, lost = run_pictures.rank_seconds(times), run_pictures.lost_seconds(times)
     found = pictures_of(
-        [
-            (
-                "ranks",
-                "Where the time of each rank went",
-                run_pictures.rank_seconds(times),
-                ("" if times.ranks <= run_pictures.MOST_BARS else some)
-                + "Transmitting: the least that any rank spent in the collectives of a phase; what "
-                "a rank spent beyond that it waited.",
-            ),
-            (
-                "lost",
-                "Time lost to the last rank, in each outer iteration",
-                run_pictures.lost_seconds(times),
-                "Where ranks meet, what the last one came later than they did counts as its delay, "
-                "in the phases in which it took longer than its likes.",
-            ),
-        ]
+        ("ranks", "Where the time of each rank went", went, sent),
+        ("lost", "Time lost to the last rank, in each outer iteration", lost, late),
     )
     return Section(title, found, [stragglers_table(times), phases_table(times)])
 
 
 def stragglers_table(times: RankTimes) -> Table:
     """Return the ranks that the others waited for most."""
-    rows: list[tuple[Cell, ...]] = [
-        (
-            f"{number}.",
-            IN_SENTENCES[straggler.phase],
-            straggler.rank,
-            straggler.host or None,
-            duration_words(straggler.seconds),
-            duration_words(straggler.seconds / times.iterations),
-            iteration_words(straggler, times),
-        )
-        for number, straggler in enumerate(times.stragglers[:5], 1)
-    ]
+    rows: list[tuple[Cell, ...]] = []
+    for number, s in enumerate(times.stragglers[:5], 1):
+        lost = duration_words(s.seconds), duration_words(s.seconds / times.iterations)
+        where = IN_SENTENCES[s.phase], s.rank, s.host or None
+        when = "all"
+        if len(s.iterations) < times.iterations:
+            when = f"{len(s.iterations):,}: {ranges(s.iterations)}"
+        rows.append((f"{number}.", *where, *lost, when))
     columns = ("straggler", "phase", "rank", "host", "lost", "per iteration", "in iterations")
     title = f"Stragglers, in {times.iterations:,} recorded outer iterations"
     return Table(title, columns, tuple(rows))
@@ -207,21 +193,19 @@ def closing(run: Run) -> Table:
     rows = [("status", f"{run.status} after {len(run.iterations)} outer iterations")]
     for key, word in (("payload", "sent"), ("dense", "dense"), ("sent", "leaving a node")):
         if run.has(f"bytes.{key}"):
-            size = size_words(float(np.nansum(run.column(f"bytes.{key}"))))
+            size = size_words(run.total(f"bytes.{key}"))
             rows.append((f"bytes between nodes, {word}", size))
     for phase in phases_of(run):
-        seconds = duration_words(float(np.nansum(run.column(f"seconds.{phase}"))))
+        seconds = duration_words(run.total(f"seconds.{phase}"))
         rows.append((f"seconds, {IN_SENTENCES[phase]}", seconds))
     return Table("So far", (), tuple(rows))
 
 
 def settings_tables(run: Run, times: RankTimes | None) -> list[Table]:
     """Return the settings that differ from the preset's, versions and topology."""
-    tables = [settings_table(run)]
-    if run.versions:
-        rows = tuple((shown(name), str(version)) for name, version in run.versions.items())
-        tables.append(Table("Versions", (), rows))
-    return [*tables, topology_table(run, times)]
+    rows = tuple((shown(name), str(version)) for name, version in run.versions.items())
+    versions = [Table("Versions", (), rows)] if rows else []
+    return [settings_table(run), *versions, topology_table(run, times)]
 
 
 def settings_table(run: Run) -> Table:
@@ -312,11 +296,8 @@ def what_losses_cost(run: Run, changes: Sequence[Mapping[str, Any]]) -> str:
     more = [False, *(b > a for a, b in pairwise(ranks))]
     joins = sum(bool(c.get("joined")) or grown for c, grown in zip(changes, more, strict=True))
     losses = sum(any(change.get(key) for key in ("lost_ranks", "left")) for change in changes)
-    vain = 0.0
-    for change in changes:
-        parts = (change.get(key) for key in ("lost_seconds", "seconds"))
-        vain += sum(part for part in parts if isinstance(part, int | float))
-    useful = float(np.nansum(run.column("seconds.total")))
+    vain = sum(change.get(key, 0.0) for change in changes for key in ("lost_seconds", "seconds"))
+    useful = run.total("seconds.total")
     share = useful / (useful + vain) if useful else 0.0
     return (
         f"Nodes were lost {times_words(losses)} and joined {times_words(joins)}; "
@@ -335,32 +316,8 @@ def ending(run: Run) -> str:
     count, asked = len(run.iterations), run.setting("outer-iterations")
     of = f"{count:,} of {asked:,}" if isinstance(asked, int) and asked != count else f"{count:,}"
     because = f" ({run.reason})" if run.reason else ""
-    match run.status:
-        case "completed":
-            return f"The run completed its {count:,} outer iterations."
-        case "converged":
-            return (
-                f"The run converged: it stopped after {of} outer iterations, when all residuals "
-                "were small."
-            )
-        case "preempted":
-            return (
-                f"The run was preempted after {of} outer iterations{because}: it left a checkpoint "
-                "and can go on with --resume."
-            )
-        case "diverged":
-            return f"The run diverged after {of} outer iterations{because}."
-        case "running":
-            # A job that was killed looks as one that goes on, as long as its last sign is fresh.
-            return (
-                "The run is still going, or was broken off within the last minute: "
-                f"{of} outer iterations are done so far."
-            )
-        case _:
-            return (
-                f"The run ended badly: it was broken off after {of} outer iterations, and says "
-                "nothing of why (it has no summary.json)."
-            )
+    text = ENDINGS.get(run.status, ENDINGS["broken off"])
+    return text.format(count=f"{count:,}", of=of, because=because)
 
 
 def quality(run: Run) -> str:
@@ -410,9 +367,9 @@ def still_moves(accuracy: np.ndarray, loss: np.ndarray) -> str:
 
 def cost(run: Run) -> str:
     """Return what it cost in time and bytes."""
-    seconds = np.nansum(run.column("seconds.total"))
+    seconds = run.total("seconds.total")
     text = f"It took {duration_words(seconds)} in outer iterations"
-    dense, payload = (np.nansum(run.column(f"bytes.{k}")) for k in ("dense", "payload"))
+    dense, payload = (run.total(f"bytes.{k}") for k in ("dense", "payload"))
     if dense:
         text += (
             f", and each leader handed over {size_words(payload)} between nodes, "
@@ -425,7 +382,7 @@ def cost(run: Run) -> str:
 
 def where_time_went(run: Run) -> str:
     """Return which phases took the time, the largest first."""
-    sums = {phase: np.nansum(run.column(f"seconds.{phase}")) for phase in phases_of(run)}
+    sums = {phase: run.total(f"seconds.{phase}") for phase in phases_of(run)}
     whole = sum(sums.values())
     if not whole:
         return ""
@@ -445,10 +402,8 @@ def who_was_slow(times: RankTimes | None) -> str:
     found = [s for s in times.stragglers[:2] if s.seconds >= WORTH * whole]
     if not found:
         return "For no rank did the others wait for more than 1 % of the time."
-    text = f"The others waited most for {straggler_words(found[0], times)}"
-    if len(found) > 1:
-        text += f", then for {straggler_words(found[1], times)}"
-    return text + "."
+    words = ", then for ".join(straggler_words(straggler, times) for straggler in found)
+    return f"The others waited most for {words}."
 
 
 def straggler_words(straggler: Straggler, times: RankTimes) -> str:
@@ -460,13 +415,6 @@ def straggler_words(straggler: Straggler, times: RankTimes) -> str:
         f"{duration_words(straggler.seconds)} in {times.iterations:,} recorded outer iterations, "
         f"{duration_words(each)} in each)"
     )
-
-
-def iteration_words(straggler: Straggler, times: RankTimes) -> str:
-    """Return in which outer iterations the others waited for a straggler."""
-    if len(straggler.iterations) == times.iterations:
-        return "all"
-    return f"{len(straggler.iterations):,}: {ranges(straggler.iterations)}"
 
 
 def what_was_pruned(run: Run) -> str:

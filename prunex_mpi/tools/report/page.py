@@ -1,6 +1,6 @@
 """What a page is made of, and how it becomes HTML."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -52,13 +52,9 @@ class Page:
     notices: Sequence[str] = field(default=())
 
 
-def pictures_of(found: Sequence[tuple[str, str, "Figure | None", str]]) -> list[Picture]:
+def pictures_of(*found: tuple[str, str, "Figure | None", str]) -> list[Picture]:
     """Return those pictures that there are; each is a name, a title, a figure and a note."""
-    return [
-        Picture(name, title, figure, note)
-        for name, title, figure, note in found
-        if figure is not None
-    ]
+    return [Picture(*parts) for parts in found if parts[2] is not None]
 
 
 def to_html(page: Page) -> str:
@@ -77,29 +73,25 @@ def to_html(page: Page) -> str:
 
 def _section(section: Section, number: int) -> dict[str, object]:
     pictures = [
-        {
-            "title": picture.title,
-            "note": picture.note,
-            "svg": as_svg(picture.figure, f"p{number}-{i}", picture.title),
-        }
+        {**vars(picture), "svg": as_svg(picture.figure, f"p{number}-{i}", picture.title)}
         for i, picture in enumerate(section.pictures)
     ]
-    tables = [_table(table) for table in section.tables]
-    return {**vars(section), "pictures": pictures, "tables": tables}
+    return {**vars(section), "pictures": pictures, "tables": list(map(_table, section.tables))}
 
 
 def _table(table: Table) -> dict[str, object]:
-    def cell(text: str, number: bool) -> dict[str, object]:
-        return {"text": text, "number": number}
-
     # A column of numbers stands on the right, whatever one of its cells lacks.
     kinds = [
-        any(isinstance(row[i], int | float) for row in table.rows)
-        and not any(isinstance(row[i], str) for row in table.rows)
-        for i in range(len(table.columns) or max(map(len, table.rows), default=0))
-    ]
-    columns = [cell(text, kinds[i]) for i, text in enumerate(table.columns)]
-    rows = [[cell(format_cell(value), kinds[i]) for i, value in enumerate(r)] for r in table.rows]
+        any(isinstance(cell, int | float) for cell in column)
+        and not any(isinstance(cell, str) for cell in column)
+        for column in zip(*table.rows, strict=True)
+    ] or [False] * len(table.columns)
+
+    def cells(texts: Iterable[str]) -> list[dict[str, object]]:
+        return [{"text": text, "number": kind} for text, kind in zip(texts, kinds, strict=True)]
+
+    columns = cells(table.columns) if table.columns else []
+    rows = [cells(map(format_cell, row)) for row in table.rows]
     size = "wide" if len(kinds) > FEW_COLUMNS else ""
     size += " widest" if len(kinds) > MANY_COLUMNS else ""
     return {**vars(table), "columns": columns, "rows": rows, "size": size}

@@ -7,7 +7,6 @@ other line that can't be read is refused.
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +18,9 @@ import numpy as np
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import DIVERGED, LAYERS, METRICS, NODES, RANKS, plain_only, read_text
 from prunex_mpi.base.record_keys import ACCURACY, LOSS, RESIDUALS, Measure
-from prunex_mpi.run.directory import COMPLETE, read_summary
+from prunex_mpi.run.directory import COMPLETE, read_summary, tomllib
 from prunex_mpi.settings.fields import TEXT
 from prunex_mpi.tools.report.stragglers import RankRecord
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CONFIG = "config.toml"
 OF_LAYERS = ("density", "rho1", "rho2", *RESIDUALS)
@@ -80,6 +74,14 @@ class Run:
         found = self.columns.get(name)
         return np.full(len(self.iterations), np.nan) if found is None else found
 
+    def filled(self, name: str) -> np.ndarray:
+        """Return a column, 0 where it has no number."""
+        return np.nan_to_num(self.column(name))
+
+    def total(self, name: str) -> float:
+        """Return the sum of a column."""
+        return float(self.filled(name).sum())
+
     def has(self, name: str) -> bool:
         """Return whether any outer iteration has such a number."""
         return bool(np.isfinite(self.column(name)).any())
@@ -118,8 +120,7 @@ class Run:
 
     def sizes(self) -> list[int]:
         """Return how many ranks the nodes have, as far as it is known."""
-        sizes = self.summary.get("nodes")
-        return [int(size) for size in sizes] if isinstance(sizes, list) else []
+        return self.summary.get("nodes", [])
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,8 @@ def flat_config(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a config.toml by key, those in a method's table as `METHOD.key`."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{own}": item for own, item in value.items()}
-        else:
-            flat[key] = value
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        flat |= {f"{key}.{own}" if own else key: item for own, item in inner}
     return flat
 
 
@@ -244,10 +243,9 @@ def last_sign(path: Path) -> float:
     A row of a comparison has no heartbeats: of it the last line counts.
     """
     signs = [0.0]
-    with contextlib.suppress(OSError):
-        signs.append((path / METRICS).stat().st_mtime)
-    with contextlib.suppress(OSError):
-        signs += [entry.stat().st_mtime for entry in os.scandir(path / "heartbeats")]
+    for file in (path / METRICS, *(path / "heartbeats").glob("*")):
+        with contextlib.suppress(OSError):
+            signs.append(file.stat().st_mtime)
     return max(signs)
 
 
@@ -401,22 +399,18 @@ def rank_record(record: Mapping[str, Any]) -> RankRecord:
     if node.ndim != 1 or not len(node):
         raise ValueError("no ranks")
 
-    def arrays(key: str) -> dict[str, np.ndarray]:
-        found = {
-            str(name): np.array(numbers, dtype=np.float64)
-            for name, numbers in (record.get(key) or {}).items()
-            if numbers is not None
-        }
-        if any(numbers.shape != node.shape for numbers in found.values()):
+    def array(numbers: object) -> np.ndarray:
+        found = np.array(numbers, dtype=np.float64)
+        if found.shape != node.shape:
             raise ValueError("not as many numbers as ranks")
         return found
 
-    broadcast = np.array(record["broadcast"], dtype=np.float64)
-    if broadcast.shape != node.shape:
-        raise ValueError("not as many numbers as ranks")
+    parts = (
+        {name: array(numbers) for name, numbers in (record.get(key) or {}).items()}
+        for key in ("work", "exchange", "residuals")
+    )
     hosts = tuple(str(host) for host in record.get("hosts") or ())
-    parts = (arrays("work"), arrays("exchange"), arrays("residuals"))
-    return RankRecord(int(record["iteration"]), node, *parts, broadcast, hosts)
+    return RankRecord(record["iteration"], node, *parts, array(record["broadcast"]), hosts)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Flags of `python -m prunex_mpi.report`."""
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from prunex_mpi.config.parser import Parser, program_parser
@@ -9,13 +9,8 @@ from prunex_mpi.config.parser import Parser, program_parser
 PAGE = "report.html"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to show, and where to write it; "" for the page's usual place, or for none."""
-
-    sources: tuple[Path, ...]
-    output: str
-    png: str
+# What was given, by the names of the flags.
+Options = argparse.Namespace
 
 
 def build_parser() -> Parser:
@@ -28,8 +23,9 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add(
-        "runs",
+        "sources",
         nargs="+",
+        type=Path,
         metavar="RUN",
         help="folder of a run, or a file that bench compare --json has written",
     )
@@ -44,9 +40,5 @@ def build_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` (without the program's name) asks for.
-
-    Raises UserError with one line that names the culprit; `--help` and `--version` print and exit.
-    """
-    given = build_parser().parse_all(argv)
-    return Options(tuple(map(Path, given.runs)), given.output, given.png)
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
+    return build_parser().parse_all(argv)

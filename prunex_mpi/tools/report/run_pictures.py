@@ -13,7 +13,6 @@ from prunex_mpi.tools.drawing import (
     DASHES,
     PHASE_COLOURS,
     SHADES,
-    edges_of,
     legend_above,
     look_of,
     marker_of,
@@ -27,6 +26,7 @@ from prunex_mpi.tools.report.stragglers import RankRecord, RankTimes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.collections import QuadMesh
     from matplotlib.figure import Figure
 
 # Bytes by kind: those of an exchange in the colour of its phase.
@@ -57,24 +57,19 @@ WAITING, TRANSMITTING, REST = "#e4e4e4", "#777777", "#b8b8b8"
 
 def unit_of_bytes(most: float) -> tuple[float, str]:
     """Return the unit that suits numbers up to `most` bytes, and its name."""
-    for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if most >= size:
-            return size, name
-    return 1, "bytes"
+    units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+    return next((unit for unit in units if most >= unit[0]), (1, "bytes"))
 
 
 def unit_of_seconds(most: float) -> tuple[float, str]:
     """Return the unit that suits numbers up to `most` seconds, and its name."""
-    for size, name in ((2 * 3600, "hours"), (300, "minutes"), (0.5, "seconds")):
-        if most >= size:
-            return {"hours": 3600, "minutes": 60, "seconds": 1}[name], name
-    return 1e-3, "milliseconds"
+    units = ((7200, (3600, "hours")), (300, (60, "minutes")), (0.5, (1, "seconds")))
+    return next((unit for least, unit in units if most >= least), (1e-3, "milliseconds"))
 
 
 def trained_seconds(run: Run) -> np.ndarray:
     """Return the seconds of training until the end of each outer iteration, without evaluation."""
-    total, evaluation = run.column("seconds.total"), run.column("seconds.evaluate")
-    return np.cumsum(np.nan_to_num(total) - np.nan_to_num(evaluation))
+    return np.cumsum(run.filled("seconds.total") - run.filled("seconds.evaluate"))
 
 
 def sent_bytes(run: Run) -> np.ndarray:
@@ -82,8 +77,8 @@ def sent_bytes(run: Run) -> np.ndarray:
 
     Those that left a node, or on one node those that a leader would have handed over.
     """
-    sent = np.nan_to_num(run.column("bytes.sent"))
-    return np.cumsum(sent if sent.any() else np.nan_to_num(run.column("bytes.payload")))
+    sent = run.filled("bytes.sent")
+    return np.cumsum(sent if sent.any() else run.filled("bytes.payload"))
 
 
 def along(run: Run, axis: str) -> np.ndarray:
@@ -102,7 +97,7 @@ def axis_unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:
         size, name = unit_of_seconds(most)
         return size, f"{name} of training, evaluation left out"
     size, name = unit_of_bytes(most)
-    left = any(np.nan_to_num(run.column("bytes.sent")).any() for run in runs)
+    left = any(run.filled("bytes.sent").any() for run in runs)
     return size, f"{name} that left a node" if left else f"{name} that a leader handed over"
 
 
@@ -226,10 +221,10 @@ def stack(panel: "Axes", run: Run, look: dict[str, tuple[str, str]], size: float
 
 def traffic(run: Run) -> "Figure | None":
     """Draw the bytes of each outer iteration by kind: between nodes, and inside them."""
-    kinds = [k for k in OF_KIND if np.nan_to_num(run.column(f"bytes.{k}")).any()]
+    kinds = [k for k in OF_KIND if run.filled(f"bytes.{k}").any()]
     if not kinds:
         return None
-    inside = bool(np.nan_to_num(run.column("bytes.intra")).any())
+    inside = bool(run.filled("bytes.intra").any())
     figure = new_figure(4.6 if inside else 3.2)
     panels = figure.subplots(
         1 + inside, 1, sharex=True, squeeze=False, height_ratios=[2, 1][: 1 + inside]
@@ -256,7 +251,7 @@ def traffic(run: Run) -> "Figure | None":
 
 def phases_of(run: Run) -> list[str]:
     """Return the phases that took time, in their order."""
-    return [p for p in PHASE_COLOURS if np.nan_to_num(run.column(f"seconds.{p}")).any()]
+    return [p for p in PHASE_COLOURS if run.filled(f"seconds.{p}").any()]
 
 
 def duration(run: Run) -> "Figure | None":
@@ -266,7 +261,7 @@ def duration(run: Run) -> "Figure | None":
         return None
     figure, panel = new_panel(3.4)
     look = {f"seconds.{p}": (PHASE_COLOURS[p], LABELS[p]) for p in phases}
-    totals = sum(np.nan_to_num(run.column(name)) for name in look)
+    totals = sum(run.filled(name) for name in look)
     size, unit = unit_of_seconds(float(np.max(totals)))
     stack(panel, run, look, size)
     panel.set_ylabel(f"{unit} of rank 0")
@@ -372,26 +367,24 @@ def _height(count: int) -> float:
     return float(np.clip(1.1 + 0.12 * count, 2.2, 6.5))
 
 
+def paint(panel: "Axes", iterations: np.ndarray, block: np.ndarray, **look: object) -> "QuadMesh":
+    """Paint numbers [iterations, rows]: each column reaches to the next of these iterations."""
+    from matplotlib import colormaps
+
+    edges = np.append(iterations, iterations[-1] + 1) - 0.5
+    look |= {"cmap": colormaps[SHADES].with_extremes(bad="#ffffff"), "rasterized": True}
+    panel.grid(False)
+    return panel.pcolormesh(edges, range(block.shape[1] + 1), block.T, **look)
+
+
 def layer_density(layers: Layers) -> "Figure | None":
     """Draw the kept share of each layer that was ever pruned, over the outer iterations."""
     density = layers.values["density"]
     pruned = np.flatnonzero((density < 1).any(axis=0))
     if not len(pruned):
         return None
-    from matplotlib import colormaps
-
     figure, panel = new_panel(_height(len(pruned)))
-    shades = colormaps[SHADES].with_extremes(bad="#ffffff")
-    mesh = panel.pcolormesh(
-        edges_of(list(layers.iterations)),
-        range(len(pruned) + 1),
-        density[:, pruned].T,
-        cmap=shades,
-        vmin=0,
-        vmax=1,
-        rasterized=True,
-    )
-    panel.grid(False)
+    mesh = paint(panel, layers.iterations, density[:, pruned], vmin=0, vmax=1)
     _names(panel, [layers.names[i] for i in pruned])
     count_iterations(panel)
     figure.colorbar(mesh, ax=panel, label="kept share of the weights", fraction=0.05, pad=0.02)
@@ -400,31 +393,20 @@ def layer_density(layers: Layers) -> "Figure | None":
 
 def layer_residuals(layers: Layers) -> "Figure | None":
     """Draw the residuals of each layer, over the outer iterations that have any."""
-    there = [n for n in RESIDUALS if (layers.values[n] > 0).any()]
-    if not there:
+    blocks = {n: np.where(b > 0, b, np.nan) for n, b in layers.values.items() if n in RESIDUALS}
+    blocks = {name: block for name, block in blocks.items() if np.isfinite(block).any()}
+    if not blocks:
         return None
-    from matplotlib import colormaps
     from matplotlib.colors import LogNorm
 
-    some = np.array([(layers.values[n] > 0).any(axis=1) for n in there]).any(axis=0)
-    iterations = layers.iterations[some]
-    blocks = {n: np.where(layers.values[n] > 0, layers.values[n], np.nan)[some] for n in there}
-    values = np.concatenate([b[np.isfinite(b)] for b in blocks.values()])
-    norm = LogNorm(values.min(), max(values.max(), values.min() * 1.01))
-    shades = colormaps[SHADES].with_extremes(bad="#ffffff")
+    whole = np.stack([*blocks.values()])
+    some = np.isfinite(whole).any(axis=(0, 2))
+    least = np.nanmin(whole)
+    norm = LogNorm(least, max(np.nanmax(whole), least * 1.01))
     figure = new_figure(_height(len(layers.names)))
-    panels = figure.subplots(1, len(there), sharey=True, squeeze=False)[0]
-    mesh = None
-    for panel, name in zip(panels, there, strict=True):
-        mesh = panel.pcolormesh(
-            edges_of(list(iterations)),
-            range(len(layers.names) + 1),
-            blocks[name].T,
-            cmap=shades,
-            norm=norm,
-            rasterized=True,
-        )
-        panel.grid(False)
+    panels = figure.subplots(1, len(blocks), sharey=True, squeeze=False)[0]
+    for panel, (name, block) in zip(panels, blocks.items(), strict=True):
+        mesh = paint(panel, layers.iterations[some], block[some], norm=norm)
         panel.set_title(RESIDUAL_WORDS[name].replace(", ", ",\n"), fontsize=8)
         panel.locator_params(axis="x", nbins=4, integer=True)
         panel.tick_params(axis="y", length=0)

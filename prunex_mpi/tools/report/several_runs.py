@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunex_mpi.base.record_keys import LABELS, Measure
+from prunex_mpi.base.record_keys import LABELS
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.drawing import (
@@ -19,15 +19,16 @@ from prunex_mpi.tools.drawing import (
     stack_bars,
 )
 from prunex_mpi.tools.report import run_pictures
-from prunex_mpi.tools.report.one_run import duration_words, ending, listed, value_words
+from prunex_mpi.tools.report.one_run import (
+    duration_words,
+    ending,
+    learning_pictures,
+    listed,
+    value_words,
+)
 from prunex_mpi.tools.report.page import Page, Section, pictures_of
 from prunex_mpi.tools.report.read_runs import Run, read_ranks, shown
-from prunex_mpi.tools.report.run_pictures import (
-    along,
-    axis_unit,
-    plot,
-    widen,
-)
+from prunex_mpi.tools.report.run_pictures import along, axis_unit, plot, widen
 from prunex_mpi.tools.report.stragglers import RankTimes, find_stragglers
 
 if TYPE_CHECKING:
@@ -40,32 +41,21 @@ UNTOLD = ("run-dir", "resume", "dry-run")
 
 def page_of(runs: Sequence[Run]) -> Page:
     """Return the page of several runs; raise UserError."""
-    learning = [
-        (f"learning-{axis}", f"Loss and accuracy against {word}", learned(runs, axis), "")
-        for axis, word in (
-            ("iterations", "outer iterations"),
-            ("seconds", "time"),
-            ("bytes", "bytes"),
-        )
-    ]
-    cost = [
+    density = curves(runs, "kept share of prunable weights", lambda run: run.column("density"))
+    learning = learning_pictures(lambda axis: learned(runs, axis))
+    cost = pictures_of(
         ("payload", "Bytes of each outer iteration", payload(runs), ""),
         ("seconds", "Seconds of an outer iteration, by phase", durations(runs), MEAN),
-    ]
-    inside = [
-        (
-            "density",
-            "Density",
-            curves(runs, "kept share of prunable weights", lambda run: run.column("density")),
-            "",
-        ),
+    )
+    inside = pictures_of(
+        ("density", "Density", density, ""),
         ("residuals", "Primal residual between nodes", residual(runs), ""),
-    ]
+    )
     sections = [
         Section("Side by side", (), [table_of(runs)]),
-        Section("Did they learn?", pictures_of(learning)),
-        Section("What they cost", pictures_of(cost)),
-        Section("What was pruned, and how far nodes agree", pictures_of(inside)),
+        Section("Did they learn?", learning),
+        Section("What they cost", cost),
+        Section("What was pruned, and how far nodes agree", inside),
         Section("Settings", (), [settings_table(runs)]),
     ]
     # Who says well that a run ended badly: its number leads to its name.
@@ -89,7 +79,7 @@ def label(number: int, run: Run) -> str:
 
 def look_and_label(number: int, run: Run) -> dict[str, str]:
     """Return how the curve of a run looks, and what it is called."""
-    return {**look_of(number), "label": plain(label(number, run))}
+    return {"mark": marker_of(number), **look_of(number), "label": plain(label(number, run))}
 
 
 def differing(
@@ -112,8 +102,8 @@ def lead(runs: Sequence[Run]) -> list[str]:
     sizes = {run.name: float(run_pictures.sent_bytes(run)[-1]) for run in judged}
     seconds = {run.name: float(run_pictures.trained_seconds(run)[-1]) for run in judged}
     known = {name: value for name, value in reached.items() if np.isfinite(value)}
-    measure = measure_of_all(judged)
-    if known and measure is not None:
+    measure = judged[0].measure
+    if known and all(run.measure is measure for run in judged):
         best = list(known)[measure.best(list(known.values()))]
         text.append(f"The {measure.superlative} is {best} ({measure.shown(known[best])}).")
     least, fastest = min(sizes, key=lambda n: sizes[n]), min(seconds, key=lambda n: seconds[n])
@@ -130,12 +120,6 @@ def last(run: Run, name: str) -> float:
     column = run.column(name)
     known = column[np.isfinite(column)]
     return float(known[-1]) if len(known) else float("nan")
-
-
-def measure_of_all(runs: Sequence[Run]) -> Measure | None:
-    """Return what all runs are judged by, None where some are not like others."""
-    measures = {run.measure.key: run.measure for run in runs}
-    return next(iter(measures.values())) if len(measures) == 1 else None
 
 
 def named(runs: Sequence[Run]) -> str:
@@ -164,8 +148,8 @@ def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
     for number, run in enumerate(runs):
         look = look_and_label(number, run)
         x = along(run, axis) / size
-        plot(upper, x, run.column("train_loss"), marker_of(number), **look)
-        plot(lower, x, run.judged, marker_of(number), **look)
+        plot(upper, x, run.column("train_loss"), **look)
+        plot(lower, x, run.judged, **look)
     widen(upper, [run.column("train_loss") for run in runs])
     upper.set_ylabel("training loss")
     lower.set_ylabel(f"{judged_on(runs)} {named(runs)}")
@@ -184,8 +168,7 @@ def curves(
         return None
     figure, panel = new_panel(3.2 + 0.18 * ((len(runs) + 2) // 3))
     for number, run in enumerate(runs):
-        look = look_and_label(number, run)
-        plot(panel, run.iterations, column(run), marker_of(number), **look)
+        plot(panel, run.iterations, column(run), **look_and_label(number, run))
     panel.set_yscale(scale)
     if scale == "linear":
         panel.set_ylim(bottom=0)
@@ -197,7 +180,7 @@ def curves(
 
 def payload(runs: Sequence[Run]) -> "Figure | None":
     """Draw what a leader hands over in each outer iteration."""
-    most = max(float(np.nanmax(np.nan_to_num(run.column("bytes.payload")))) for run in runs)
+    most = max(float(run.filled("bytes.payload").max()) for run in runs)
     size, unit = run_pictures.unit_of_bytes(most)
     word = f"{unit} per leader, between nodes"
     return curves(runs, word, lambda run: run.column("bytes.payload") / size)
@@ -219,10 +202,7 @@ def durations(runs: Sequence[Run]) -> "Figure | None":
     phases = [phase for phase in PHASE_COLOURS if phase in found]
     if not phases:
         return None
-    rows = {
-        p: np.array([np.nan_to_num(run.column(f"seconds.{p}")).mean() for run in runs])
-        for p in phases
-    }
+    rows = {p: np.array([run.filled(f"seconds.{p}").mean() for run in runs]) for p in phases}
     size, unit = run_pictures.unit_of_seconds(float(sum(rows.values()).max()))
     figure, panel = new_panel(1.5 + 0.3 * max(3, len(runs)))
     bars = [(LABELS[p], rows[p] / size, {"color": PHASE_COLOURS[p]}) for p in rows]
@@ -237,19 +217,19 @@ def table_of(runs: Sequence[Run]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for number, run in enumerate(runs):
         times = find_stragglers(read_ranks(run.path))
-        reached, dense = run.final, np.nansum(run.column("bytes.dense"))
-        sent = np.nansum(run.column("bytes.payload"))
+        reached, dense = run.final, run.total("bytes.dense")
+        sent = run.total("bytes.payload")
         rows.append(
             (
                 label(number, run),
                 run.status,
                 str(run.setting("method", "")),
                 len(run.iterations),
-                None if np.isnan(reached) else reached,
+                _cell(reached),
                 _cell(last(run, "density")),
                 float(sent / MIB),
                 float(100 * sent / dense) if dense else None,
-                float(np.nansum(run.column("seconds.total"))),
+                run.total("seconds.total"),
                 straggler(times),
             )
         )
