@@ -31,6 +31,11 @@ from prunex_mpi.models.layout import Layout, Segment, pieces_of
 POSITION_BYTES = 4
 
 
+def position_bytes(nbytes: int, size: int) -> int:
+    """Return how many of the bytes of elements, each with `size` bytes of values, are positions."""
+    return nbytes * POSITION_BYTES // (POSITION_BYTES + size)
+
+
 def check_positions(layout: Layout) -> None:
     """Raise UserError where a position does not fit into an int32."""
     if layout.numel > torch.iinfo(torch.int32).max:

@@ -30,6 +30,7 @@ from prunex_mpi.core.state import (
     wires_of,
 )
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.dummy_input import keeping
 from prunex_mpi.models.layout import trained_parameters
 from prunex_mpi.settings.fields import Settings
 
@@ -310,13 +311,9 @@ def statistics_of_z(topology: Topology, context: RunContext) -> Iterator[None]:
     Collective on `world`.
     """
     modules = context.state.bn_modules
-    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    estimate_statistics(topology, context)
-    try:
+    with keeping(buffer for module in modules for buffer in module.buffers()):
+        estimate_statistics(topology, context)
         yield
-    finally:
-        for buffer, value in kept:
-            buffer.copy_(value)
 
 
 def estimate_statistics(topology: Topology, context: RunContext) -> None:

@@ -296,11 +296,6 @@ def _order(split: str, count: int, wanted: int | None, seed: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).permutation(count)[: wanted or count])
 
 
-def class_counts(labels: Tensor, classes: int) -> Tensor:
-    """Return how many images of each class a shard holds, int64 [classes]."""
-    return torch.bincount(labels, minlength=classes)
-
-
 def hold_out(order: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Return which images of `order` are kept and which are held out: `share` of each class.
 
@@ -329,21 +324,17 @@ def hold_out(order: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tenso
     return order[~held], order[held]
 
 
-def places_in_draws(labels: Tensor, before: Tensor, each: int, draws: int) -> tuple[Tensor, Tensor]:
+def places_in_draw(labels: Tensor, before: Tensor, each: int) -> tuple[Tensor, Tensor]:
     """Return which images of a shard are drawn, and where they stand among all that are.
 
-    A draw holds `each` images of every class, class by class; the first ones of a class, in the
-    order of the ranks and their shards, make the first draw, the next ones the second. `before`,
-    int64 [classes], are the images of each class on the ranks before. Returns int64 indices into
-    the shard, and as many places.
+    `each` images of every class, class by class: the first ones of it, in the order of the ranks
+    and their shards. `before`, int64 [classes], are the images of each class on the ranks before.
+    Returns int64 indices into the shard, and as many places.
     """
-    classes = before.numel()
-    counts = class_counts(labels, classes)
+    counts = torch.bincount(labels, minlength=before.numel())
     order = torch.argsort(labels, stable=True)
     of_class = labels[order]
     first = torch.cumsum(counts, 0) - counts
     number = before[of_class] + torch.arange(labels.numel()) - first[of_class]
-    drawn = number < each * draws
-    of_class, number = of_class[drawn], number[drawn]
-    draw = torch.div(number, each, rounding_mode="floor")
-    return order[drawn], (draw * classes + of_class) * each + number % each
+    drawn = number < each
+    return order[drawn], of_class[drawn] * each + number[drawn]

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
-from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, choose_count, share_of
+from prunex_mpi.compress.sparse import (
+    POSITION_BYTES,
+    check_positions,
+    choose_count,
+    position_bytes,
+    share_of,
+)
 from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import OWN, SHARED, RunContext, State
 from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
@@ -49,8 +55,6 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for the most that this worker sends, and for one bucket of what all do."""
-    if not wire.is_member:
-        return {}
     theta = context.state.theta
     most = counts_of(theta.numel())[-1]
     return {
@@ -92,9 +96,8 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
     """Return how many of a run's `payload` bytes are positions; the first step is dense."""
     size, steps = state.theta.element_size(), state.position.steps_done
-    pairs = payload - rounds * state.stats.numel() * size
-    pairs -= state.layout.numel * size + (steps - 1) * COUNT_BYTES
-    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
+    others = state.layout.numel * size + (steps - 1) * COUNT_BYTES
+    return position_bytes(payload - others, size)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
-from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, kept_per_layer, move_whole_
+from prunex_mpi.compress.sparse import (
+    POSITION_BYTES,
+    check_positions,
+    kept_per_layer,
+    move_whole_,
+    position_bytes,
+)
 from prunex_mpi.compress.threshold import (
     accumulate_,
     divide,
@@ -55,8 +61,6 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for the most that this worker sends, and for one bucket of what all do."""
-    if not wire.is_member:
-        return {}
     theta, settings = context.state.theta, context.settings
     compressed, whole = divide(context.state.layout, settings.options.ratio)
     largest = ratio_in(0, warmup_parts(settings), settings.options.ratio)
@@ -133,10 +137,8 @@ def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) 
     """Return how many of a run's `payload` bytes are positions, of what does not travel whole."""
     size, steps = state.theta.element_size(), state.position.steps_done
     parts, whole = divide(state.layout, settings.options.ratio)
-    counts = COUNT_BYTES if parts else 0
-    pairs = payload - rounds * state.stats.numel() * size
-    pairs -= steps * (sum(segment.numel for segment in whole) * size + counts)
-    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
+    others = sum(segment.numel for segment in whole) * size + (COUNT_BYTES if parts else 0)
+    return position_bytes(payload - steps * others, size)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

@@ -25,15 +25,8 @@ OPERATIONS = (
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Return what a step hands to the next: nothing."""
-    return {}
-
-
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for the gradient in 16 bits."""
-    if not wire.is_member:
-        return {}
     theta = context.state.theta
     return {"rounded": torch.empty_like(theta, dtype=TYPES[context.settings.method.name])}
 

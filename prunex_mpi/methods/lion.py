@@ -45,8 +45,6 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for votes and what comes of them."""
-    if not wire.is_member:
-        return {}
     return allocate_counts(wire, context.state.theta, UP, bits_down(wire.comm.size))
 
 

@@ -21,6 +21,7 @@ from prunex_mpi.compress.sparse import (
     find_nonzero_,
     move_top_blocks_,
     new_bits,
+    position_bytes,
     put_blocks_,
     share_of,
     take_blocks_,
@@ -49,13 +50,10 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for what travels: the largest blocks, or bits for all and as many blocks."""
-    if not wire.is_member:
-        return {}
     state, size = context.state, context.settings.options.block_size
     if context.settings.options.block_ratio < 1:
-        count = share_of(
-            block_count(state.layout.numel, size), context.settings.options.block_ratio
-        )
+        blocks = block_count(state.layout.numel, size)
+        count = share_of(blocks, context.settings.options.block_ratio)
         blocks = state.theta.new_empty(count, size)
         numbers = torch.empty(count, dtype=torch.int32, device=blocks.device)
         total = torch.empty_like(state.memory[RESIDUAL]).view(-1, size)
@@ -113,9 +111,7 @@ def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) 
     """Return how many of a run's `payload` bytes are numbers of blocks."""
     if settings.options.block_ratio == 1:
         return 0
-    size = state.theta.element_size()
-    pairs = payload - rounds * state.stats.numel() * size
-    return pairs * POSITION_BYTES // (POSITION_BYTES + settings.options.block_size * size)
+    return position_bytes(payload, settings.options.block_size * state.theta.element_size())
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

@@ -20,6 +20,7 @@ from prunex_mpi.core.state import RunContext, State, momentum_of
 from prunex_mpi.methods.declared import GRASP_BELOW
 from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.methods.pactrain_support import restart_
+from prunex_mpi.models.dummy_input import keeping
 from prunex_mpi.models.layout import matrices
 from prunex_mpi.pruning.unstructured import (
     add_gradients_,
@@ -93,21 +94,19 @@ def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
         return problem.loss(softened(outputs, temperature), labels)
 
     slope, product = torch.zeros_like(state.theta), torch.zeros_like(state.theta)
-    # The passes must leave no trace in the statistics of BatchNorm.
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.train()
     passes = (
         (slope, partial(add_gradients_, slope, layout, model, loss, batches)),
         (product, partial(add_hessian_products_, product, slope, layout, model, loss, batches)),
     )
-    for flat, add in passes:
-        run_collectively(everyone.comm, add)
-        everyone.reduce_(flat, kind="setup")
-        for segment in layout.segments:
-            if len(segment.shape) < 2:
-                flat[segment.place].zero_()
-    for buffer, value in kept:
-        buffer.copy_(value)
+    # The passes must leave no trace in the statistics of BatchNorm.
+    with keeping(model.buffers()):
+        for flat, add in passes:
+            run_collectively(everyone.comm, add)
+            everyone.reduce_(flat, kind="setup")
+            for segment in layout.segments:
+                if len(segment.shape) < 2:
+                    flat[segment.place].zero_()
     return product
 
 

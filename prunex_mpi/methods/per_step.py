@@ -45,7 +45,7 @@ from prunex_mpi.core.steps import (
     step_optimizer_,
     stops_here,
 )
-from prunex_mpi.methods.exchanges import code_of
+from prunex_mpi.methods.exchanges import allocate, code_of
 from prunex_mpi.models.layout import norm, squared_distances
 from prunex_mpi.settings.fields import Settings
 
@@ -61,7 +61,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
     flat = settings.aggregation == "flat"
     wires = wires_of(topology, state, context.transport, flat)
     code = code_of(settings.method)
-    space = code.allocate(wires.workers, context)
+    space = allocate(code, wires.workers, context)
     with averaging(wire_during_backward(wires, settings), context) as averager:
         for this in rounds(context):
             with phase(context, this, "local"):
@@ -80,7 +80,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             if settings.method.removes:
                 with phase(context, this, "project"):
                     if code.reshape_(wires, space, context, done=this.k):
-                        space = code.allocate(wires.workers, context)
+                        space = allocate(code, wires.workers, context)
                         if averager is not None:
                             averager.listen_to(context.problem.model, state.layout, state.grad)
             if distance is None:

@@ -39,13 +39,9 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
-    """Say what travels how; return memory for left factors and for tensors that travel whole."""
-    if not wire.is_member:
-        return {}
-    split, theta = (
-        split_layout(context.state.layout, context.settings.options.rank),
-        context.state.theta,
-    )
+    """Return what travels how, and memory for left factors and for tensors that travel whole."""
+    theta = context.state.theta
+    split = split_layout(context.state.layout, context.settings.options.rank)
     return {
         "split": split,
         "left_factors": theta.new_empty(split.left_numel),

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, move_top_, share_of
+from prunex_mpi.compress.sparse import (
+    POSITION_BYTES,
+    check_positions,
+    move_top_,
+    position_bytes,
+    share_of,
+)
 from prunex_mpi.core.state import OWN, RunContext, State
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -42,8 +48,6 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
 
     The last blocks are filled up with zeros.
     """
-    if not wire.is_member:
-        return {}
     theta, workers = context.state.theta, wire.comm.size
     size, count = sizes_of(context.settings, theta.numel(), workers)
     blocks = theta.new_zeros(workers, size)
@@ -124,10 +128,8 @@ def gather_blocks_(wire: Wire, space: dict[str, Any]) -> None:
 
 
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
-    """Return how many of a run's `payload` bytes are positions; statistics have none."""
-    size = state.theta.element_size()
-    pairs = payload - rounds * state.stats.numel() * size
-    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
+    """Return how many of a run's `payload` bytes are positions."""
+    return position_bytes(payload, state.theta.element_size())
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

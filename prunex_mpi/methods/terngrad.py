@@ -39,15 +39,8 @@ def bits_down(workers: int) -> int:
     return next(bits for bits in (4, 8, 16) if 2 * workers < 1 << bits)
 
 
-def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Return what a step hands to the next: nothing."""
-    return {}
-
-
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for whole numbers, scales and random numbers."""
-    if not wire.is_member:
-        return {}
     state = context.state
     return {
         **allocate_counts(wire, state.theta, UP, bits_down(wire.comm.size)),

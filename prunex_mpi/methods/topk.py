@@ -10,6 +10,7 @@ from prunex_mpi.compress.sparse import (
     POSITION_BYTES,
     check_positions,
     kept_per_layer,
+    position_bytes,
     select_top_,
 )
 from prunex_mpi.core.state import OWN, RunContext, State
@@ -32,8 +33,6 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for one worker's values and positions, and for a bucket of those of all."""
-    if not wire.is_member:
-        return {}
     count = sum(kept_per_layer(context.state.layout.segments, context.settings.options.ratio))
     values = context.state.theta.new_empty(count)
     positions = torch.empty(count, dtype=torch.int32, device=values.device)
@@ -54,10 +53,8 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 
 
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
-    """Return how many of a run's `payload` bytes are positions; statistics have none."""
-    size = state.theta.element_size()
-    pairs = payload - rounds * state.stats.numel() * size
-    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
+    """Return how many of a run's `payload` bytes are positions."""
+    return position_bytes(payload, state.theta.element_size())
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

@@ -1,6 +1,6 @@
 """Run a network on a dummy input: try it, take its fingerprint, find its first and last layers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,6 +28,17 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def keeping(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """Give `buffers` the values of before when the block ends."""
+    kept = [(buffer, buffer.clone()) for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, values in kept:
+            buffer.copy_(values)
 
 
 def dummy_input(model: nn.Module, inputs: Inputs) -> Tensor:
