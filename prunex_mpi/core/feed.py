@@ -20,11 +20,7 @@ from prunex_mpi.settings.fields import Settings
 
 @dataclass(frozen=True)
 class Feed:
-    """Batches of one rank, and the task they belong to.
-
-    `mean` and `std`, float32 [3] on the CPU, are those of images and empty for text. `batches` is
-    that of `Problem`; `mixing` is None where batches are not mixed.
-    """
+    """What makes up a `Problem` of one rank's data; `mean` and `std` are empty for text."""
 
     task: Task
     train: BatchStream | WindowStream
@@ -90,7 +86,7 @@ def _feed_of_images(
         changes=Augmentation(resized_crop, settings.transforms),
     )
     draws = settings.seed, topology.world.rank
-    mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
-    mixes = settings.mixup or settings.cutmix
-    batches = partial(evaluation_batches, look=look)
-    return Feed(IMAGES, stream, batches, mean, std, mixing if mixes else None)
+    mixing = None
+    if settings.mixup or settings.cutmix:
+        mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
+    return Feed(IMAGES, stream, partial(evaluation_batches, look=look), mean, std, mixing)

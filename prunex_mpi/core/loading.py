@@ -44,9 +44,8 @@ def share_contents(
 ) -> Known:
     """Return what lies in all class folders or tar files of a data set; each rank reads a share.
 
-    Unless `with_test` in those of training images alone. Of text it is all of it, by `tokenizer`;
-    {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for what one can't
-    read. Collective on `world`.
+    Of text it is all of it, by `tokenizer`; {} for a data set of another kind. Raises UserError
+    (UNREADABLE) everywhere for what one can't read. Collective on `world`.
     """
     if name == TEXT:
         return share_text(world, data_dir, tokenizer, heartbeat)
@@ -100,8 +99,7 @@ def load_dataset(
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
     Their training images will be on `device` as well; `known` is what `share_contents` has
-    returned. Unless `with_test` nothing of the test images is read. Raises UserError (UNREADABLE)
-    where all images are of one class. Collective on `world`.
+    returned. Raises UserError (UNREADABLE) where all are of one class. Collective on `world`.
     """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
@@ -175,10 +173,7 @@ def free_room(topology: Topology, device: torch.device) -> int | None:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """Return what the GPU is known by on all machines.
-
-    The number of a device identifies no GPU where each rank sees only its own.
-    """
+    """Return what the GPU is known by on all machines, as its number is not."""
     if uuid := getattr(torch.cuda.get_device_properties(device), "uuid", ""):
         return str(uuid)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -176,10 +176,7 @@ def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transpor
 def check_batch_parts(
     settings: Settings, samples: int, model: torch.nn.Module, inputs: Inputs
 ) -> None:
-    """Raise UserError where the `samples` of a step can't go through `model` in equal parts.
-
-    Nor in parts of one image where BatchNorm would see a single value per channel.
-    """
+    """Raise UserError where the `samples` of a step can't go through `model` in equal parts."""
     parts = settings.grad_accum_steps
     if samples % parts:
         raise UserError(
@@ -196,13 +193,7 @@ def check_batch_parts(
 
 def lr_scale_of(settings: Settings, ranks: int) -> float:
     """Return what so many ranks, and their larger batch, multiply the learning rate by."""
-    match settings.lr_scaling:
-        case "linear":
-            return float(ranks)
-        case "sqrt":
-            return ranks**0.5
-        case _:
-            return 1.0
+    return {"linear": float(ranks), "sqrt": ranks**0.5}.get(settings.lr_scaling, 1.0)
 
 
 def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:

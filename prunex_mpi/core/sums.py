@@ -93,11 +93,7 @@ def whole_blocks(numel: int) -> int:
 
 
 def coded_bytes(payload: str, numel: int, size: int) -> int:
-    """Return the bytes that a leader hands over for `numel` values of `size` bytes each.
-
-    Scales and what fills up the last block are included. That is the operand of a sum: each byte
-    of it goes around the ring twice, as in an Allreduce.
-    """
+    """Return the bytes that a leader hands over for `numel` values of `size` bytes, scales too."""
     blocks = whole_blocks(numel) // BLOCK
     return blocks * (BLOCK + size if payload == SUMMED else record_bytes(payload))
 
@@ -311,14 +307,8 @@ def spread_(wire: Wire, space: dict[str, Any], share: Tensor, down: int) -> Tens
     return space["numbers"]
 
 
-KINDS = ("values", "positions")
-
-
 def allocate_sparse(wire: Wire, like: Tensor, count: int) -> dict[str, Any]:
-    """Return memory for `count` elements of this worker, and for one bucket of what all send.
-
-    So many elements of each worker are gathered at once: one bucket of all of them.
-    """
+    """Return memory for `count` elements of this worker, and for one bucket of what all send."""
     room = max(1, wire.transport.bucket_bytes // (like.element_size() * wire.comm.size))
     values, all_values = like.new_empty(count), like.new_empty(wire.comm.size * min(count, room))
     return {
@@ -349,10 +339,7 @@ def add_sparse_parts_(wire: Wire, space: dict[str, Any], count: int, flat: Tenso
 
 
 def allocate_equal(wire: Wire, values: Tensor, positions: Tensor) -> dict[str, Any]:
-    """Return memory for `values` [n] or [n, row] and their `positions` [n] of each worker.
-
-    Those of all workers are held for one bucket at a time.
-    """
+    """Return memory for `values` [n] or [n, row] and `positions` [n], of all for one bucket."""
     workers = wire.comm.size
     rows = min(len(values), max(1, wire.transport.bucket_bytes // (values[:1].nbytes * workers)))
     return {
@@ -370,15 +357,12 @@ def sum_sparse_(wire: Wire, space: dict[str, Any], out: Tensor) -> None:
     """
     out.zero_()
     rows = space["all_positions"].shape[1]
+
+    def gather(kind: str, start: int) -> Tensor:
+        everyone, mine = space[f"all_{kind}"], space[kind][start : start + rows]
+        gathered = everyone.view(-1)[: len(everyone) * mine.numel()].view(len(everyone), -1)
+        wire.gather_(mine.view(-1), gathered)
+        return gathered.view(-1, *mine.shape)
+
     for start in range(0, len(space["positions"]), rows):
-        addends, places = (_gather_part(wire, space, kind, start) for kind in KINDS)
-        add_sparse_(out, addends, places)
-
-
-def _gather_part(wire: Wire, space: dict[str, Any], kind: str, start: int) -> Tensor:
-    """Return the values or positions of all workers from `start` on, as many as there is room."""
-    everyone = space[f"all_{kind}"]
-    mine = space[kind][start : start + everyone.shape[1]]
-    gathered = everyone.view(-1)[: len(everyone) * mine.numel()].view(len(everyone), -1)
-    wire.gather_(mine.view(-1), gathered)
-    return gathered.view(-1, *mine.shape)
+        add_sparse_(out, gather("values", start), gather("positions", start))

@@ -56,10 +56,7 @@ def share_text(
 
 
 def load_text(world: MPI.Comm, settings: Settings, known: Mapping[str, Any]) -> TextSet:
-    """Return this rank's windows of a text that has been read. Raises UserError on every rank.
-
-    Collective on `world`.
-    """
+    """Return this rank's windows of a `known` text; raise alike. Collective on `world`."""
     text: Text = known[READ]
     windows = run_collectively(
         world,

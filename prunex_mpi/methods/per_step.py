@@ -18,6 +18,7 @@ checkpoints and records come at the same places. What a method does is in its fi
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -34,13 +35,10 @@ from prunex_mpi.core.statistics import average_statistics
 from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
-    backward,
     clip_,
     finish_average_,
-    forward,
+    forward_backward,
     loss_sums,
-    next_batch,
-    remember_statistics_,
     share_decay_,
     step_optimizer_,
     stops_here,
@@ -133,20 +131,16 @@ def train_steps(
     losses = loss_sums(context)
     started = time.perf_counter()
     prune_(code, wires, context, done=position.iteration - 1)
+    start_ = None
+    if hasattr(code, "start_gradient_"):
+        start_ = partial(code.start_gradient_, wires, space, context)
     context.problem.model.train()
     while position.step < context.problem.steps:
         if stops_here(context, losses, started):
             return None
         context.heartbeat.beat(position.step)
         stepped = time.perf_counter()
-        batch = next_batch(context)
-        remember_statistics_(state)
-        loss = forward(context, batch[0])
-        if hasattr(code, "start_gradient_"):
-            code.start_gradient_(wires, space, context, loss)
-        else:
-            state.grad.zero_()
-        loss = backward(context, averager, batch, loss)
+        loss = forward_backward(context, averager, start_)
         finish_average_(context, averager)
         with position.clock.computing(state.theta.device):
             average_gradient_(code, wires, space, context)
