@@ -81,14 +81,11 @@ class Coupling:
 
     `rows` is int64 [shape[0]] by the parameter's name, `columns` int64 [shape[1]]. Parameters that
     are used directly, as in additions, may have groups along another dimension: `inner` holds it
-    and the ids. `positions` is the number of positions of one image's feature map at which a weight
-    is applied, from which follow its multiply-adds. `excluded` are lines on what stays, and why.
-
-    `calls` are the torch calls whose numbers depend on the channels that are left. `norms` are the
-    weights of norms that read all channels, and `mixed` other calls that do. Weights in
-    `transposed` have their outputs, the channels that they make, as columns, and so have
-    embeddings. `inputs` is what the model reads. `zeros` are the buffers of zeros that have
-    groups along some dimension.
+    and the ids, and `zeros` those of buffers of zeros. `positions` is the number of positions of
+    one image's feature map at which a weight is applied. `excluded` are lines on what stays, and
+    why. `calls` are the torch calls whose numbers depend on the channels that are left. `norms` are
+    the weights of norms that read all channels, `mixed` other calls that do. Weights in
+    `transposed` have the channels that they make as columns.
     """
 
     rows: dict[str, np.ndarray]
@@ -151,11 +148,10 @@ class Coupling:
 def find_coupling(
     model: nn.Module, inputs: Inputs, plain: frozenset[str] = frozenset(), pins: Pins = NO_PINS
 ) -> Coupling:
-    """Find the coupled groups of `model`, which reads `inputs`.
+    """Find the coupled groups of `model`, which reads `inputs`, by one dummy input on the CPU.
 
-    Runs one dummy input on the CPU in evaluation mode; the model is unchanged afterwards. In the
-    modules named in `plain` only plain rules hold; channels that the calls in `pins` touch stay.
-    Raises UserError when no group can be removed.
+    In the modules named in `plain` only plain rules hold; channels that the calls in `pins` touch
+    stay. Raises UserError when no group can be removed.
     """
     labels = follow_input(model, inputs, plain, pins)
     _settle(labels)
@@ -221,7 +217,8 @@ def _collect(labels: Labels) -> Coupling:
     for dim, known in ((0, labels.rows), (1, labels.columns)):
         for name, found in known.items():
             _find_places(labels, places, (name, dim), found)
-    transposed = labels.transposed | (labels.embeddings - _read_by_layers(labels))
+    # Of embeddings those that no layer multiplies by as well.
+    transposed = labels.transposed | {n for n in labels.embeddings if not labels.positions[n]}
 
     def makes(name: str, dim: int) -> bool:
         return bool(dim) == (name in transposed)
@@ -300,11 +297,6 @@ def _collect(labels: Labels) -> Coupling:
     )
 
 
-def _read_by_layers(labels: Labels) -> set[str]:
-    """Return the weights that layers multiply by, beside what looks them up."""
-    return {name for name, positions in labels.positions.items() if positions}
-
-
 def _find_places(
     labels: Labels,
     places: dict[int, dict[tuple[str, int], int]],
@@ -363,10 +355,6 @@ def _mixed(labels: Labels) -> list[tuple[Mixed, np.ndarray]]:
 
 def _along_one_dimension(labels: Labels) -> dict[str, tuple[int, np.ndarray]]:
     """Return (dimension, labels) of the parameters that are used directly, by name."""
-    found = {}
-    for name, own in labels.free.items():
-        roots = labels.roots(own)
-        along = varying(roots)
-        if along:
-            found[name] = along[0], first_along(roots, along[0])
-    return found
+    every = {name: labels.roots(own) for name, own in labels.free.items()}
+    ways = {name: varying(roots) for name, roots in every.items()}
+    return {n: (along[0], first_along(every[n], along[0])) for n, along in ways.items() if along}

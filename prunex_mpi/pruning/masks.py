@@ -16,9 +16,9 @@ from prunex_mpi.pruning.groups import Groups, gemm_view
 
 
 class LayerFactors(NamedTuple):
-    """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns].
+    """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns], or None.
 
-    They are None where all are kept. `gone` holds the indices of pruned rows of all blocks.
+    `gone` holds the indices of pruned rows of all blocks.
     """
 
     layer: int
@@ -36,13 +36,8 @@ class Factors:
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (rows [blocks * rows], columns [blocks, columns]) as bool arrays for every layer."""
-    result = [
-        (
-            np.ones(layer.blocks * layer.rows, dtype=bool),
-            np.ones((layer.blocks, layer.columns), bool),
-        )
-        for layer in groups.layers
-    ]
+    shapes = [(layer.blocks * layer.rows, (layer.blocks, layer.columns)) for layer in groups.layers]
+    result = [tuple(np.ones(shape, dtype=bool) for shape in both) for both in shapes]
     for selections in groups.kinds:
         for s in selections:
             if s.kind == "coupled":

@@ -67,22 +67,16 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
             sizes[name] = {"num_heads": rows // (3 * module.head_dim), "embed_dim": width}
         elif isinstance(module, BATCH_NORMS):
             sizes[name] = {"num_features": left(coupling.rows, weight, module.num_features)}
-        elif weight in coupling.norms and isinstance(module, nn.GroupNorm):
-            sizes[name] = {"num_features": left(coupling.rows, weight, module.num_channels)}
+        elif weight in coupling.norms or isinstance(module, SlimLayerNorm | SlimRMSNorm):
+            centred = isinstance(module, nn.LayerNorm | nn.GroupNorm | SlimLayerNorm)
+            key = "num_features" if centred else RMS_FEATURES
+            sizes[name] = {key: left(coupling.rows, weight, module.weight.numel())}
         elif isinstance(module, nn.GroupNorm) and weight in coupling.rows:
             kept = kept_slices(coupling.rows[weight], removed).reshape(module.num_groups, -1)
-            sizes[name] = {
-                "num_groups": int(kept.any(axis=1).sum()),
-                "num_channels": int(kept.sum()),
-            }
-        elif isinstance(module, SlimRMSNorm) or (
-            weight in coupling.norms and not isinstance(module, nn.LayerNorm | SlimLayerNorm)
-        ):
-            sizes[name] = {RMS_FEATURES: left(coupling.rows, weight, module.weight.numel())}
+            groups, channels = kept.any(axis=1).sum(), kept.sum()
+            sizes[name] = {"num_groups": int(groups), "num_channels": int(channels)}
         elif isinstance(module, nn.Embedding):
             sizes[name] = {"embedding_dim": left(coupling.columns, weight, module.embedding_dim)}
-        elif weight in coupling.norms or isinstance(module, SlimLayerNorm):
-            sizes[name] = {"num_features": left(coupling.rows, weight, module.weight.numel())}
         elif isinstance(module, nn.Linear) and attention_of(model, weight) is None:
             sizes[name] = {
                 "in_features": left(coupling.columns, weight, module.in_features),
@@ -121,8 +115,7 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
 def sizes_in_all(model: nn.Module, before: Sizes, coupling: Coupling, removed: np.ndarray) -> Sizes:
     """Return the sizes that turn the network of full size into `model` without `removed`.
 
-    `before` are those that turned it into `model`. `coupling` was found on `model`, and may say
-    nothing about modules that are smaller already.
+    `before` are those that turned it into `model`, on which `coupling` was found.
     """
     sizes = smaller_sizes(model, coupling, removed)
     # A module is replaced before what is in it gets its sizes.
@@ -130,12 +123,7 @@ def sizes_in_all(model: nn.Module, before: Sizes, coupling: Coupling, removed: n
     return {name: {**before.get(name, {}), **sizes.get(name, {})} for name in names}
 
 
-def _add_own_sizes(
-    model: nn.Module,
-    coupling: Coupling,
-    removed: np.ndarray,
-    sizes: Sizes,
-) -> None:
+def _add_own_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Sizes) -> None:
     """Add the shapes of parameters and the numbers of other modules to `sizes`."""
     named = {id(model.get_submodule(name)) for name in sizes}
     for name, (dim, ids) in coupling.zeros.items():
@@ -166,13 +154,11 @@ class Fitting(TorchFunctionMode):
         super().__init__()
         self.places, self.removed, self.before = places, removed, before
         self.wanted: dict[Site, list[Numbers | tuple[Mixed, np.ndarray]]] = {}
-        mixed = {call.site: (call, ids) for call, ids in coupling.mixed if call.filled}
-        for entry in coupling.calls:
-            if entry.site not in mixed:
-                self.wanted.setdefault(entry.site, []).append(entry)
-        for call, ids in coupling.mixed:
-            if call.filled:
-                self.wanted.setdefault(call.site, []).append((call, ids))
+        filled = [(call.site, (call, ids)) for call, ids in coupling.mixed if call.filled]
+        sites = {site for site, _ in filled}
+        asked = [(entry.site, entry) for entry in coupling.calls if entry.site not in sites]
+        for site, entry in asked + filled:
+            self.wanted.setdefault(site, []).append(entry)
         self.runs: dict[Site, list[object]] = {}
         self.found: dict[str, Calls] = {}
 
@@ -266,13 +252,7 @@ def _find_calls(
         resize_(tried, own)
         fitting = Fitting(places, coupling, removed, before)
         # What fails here fails again where it is reported.
-        with (
-            suppress(Exception),
-            torch.no_grad(),
-            evaluating(tried),
-            following(tried, places),
-            fitting,
-        ):
+        with suppress(Exception), evaluating(tried), following(tried, places), fitting:
             result = tried(coupling.inputs.draw(1, next(tried.parameters()).dtype))
         return fitting.found, [x for x in flatten(result) if isinstance(x, Tensor)]
 
@@ -352,10 +332,9 @@ def slices_left(
 
 def cut(flat: Tensor, layout: Layout, coupling: Coupling, removed: np.ndarray) -> Tensor:
     """Return the elements of the flat vector that stay without `removed`, in their order."""
-    pieces = []
-    for segment, view in zip(layout.segments, layout.views(flat), strict=True):
-        pieces.append(slices_left(view, coupling.slices(segment.name), removed).reshape(-1))
-    return torch.cat(pieces)
+    views = zip(layout.segments, layout.views(flat), strict=True)
+    left = [slices_left(view, coupling.slices(s.name), removed) for s, view in views]
+    return torch.cat([piece.reshape(-1) for piece in left])
 
 
 def kept_slices(ids: np.ndarray, removed: np.ndarray) -> np.ndarray:
