@@ -15,10 +15,7 @@ from prunex_mpi.models.slim import CONVOLUTIONS
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Put `model` into evaluation mode, without gradients; restore the mode of every module.
-
-    Some may be frozen while others train, and what runs may raise.
-    """
+    """Put `model` into evaluation mode, without gradients; restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         # Its value is not used here or elsewhere: train() of a user's module may return nothing.
@@ -42,10 +39,7 @@ def keeping(buffers: Iterable[Tensor]) -> Iterator[None]:
 
 
 def dummy_input(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return one image or window of zeros, of the dtype and device of `model`.
-
-    In evaluation mode it leaves statistics and the random state untouched.
-    """
+    """Return one image or window of zeros, of the dtype and device of `model`."""
     parameter = next(model.parameters(), torch.empty(0))
     return inputs.zeros(parameter)
 
@@ -85,8 +79,7 @@ def transient_buffers(model: nn.Module) -> list[str]:
 def moved_in_training(model: nn.Module, inputs: Inputs) -> str:
     """Return a transient buffer that a forward pass in training changes, "" for none.
 
-    What an evaluation fills, as a cache, doesn't count. Runs a copy of `model`, on the CPU, whose
-    random state is restored.
+    What an evaluation fills, as a cache, doesn't count.
     """
     names = transient_buffers(model)
     if not names:
@@ -118,8 +111,8 @@ class Ends:
 def find_ends(model: nn.Module, inputs: Inputs) -> Ends:
     """Return the weights that read the image and the one that makes the classes, by a dummy input.
 
-    The convolution that runs first reads the image, in whatever form, and so do others that get it
-    unchanged. The last layer with as many outputs as the model makes the classes, "" for none.
+    The convolution that runs first reads the image, and so do others that get it unchanged. The
+    last layer with as many outputs as the model makes the classes, "" for none.
     """
     image = dummy_input(model, inputs)
     ran: list[tuple[str, nn.Module, bool]] = []
