@@ -110,12 +110,10 @@ def add_decoded_(records: Tensor, out: Tensor, payload: str) -> None:
 
 
 def block_maxima_(values: Tensor, maxima: Tensor) -> None:
-    """Set `maxima` [n / 128] to the largest |value| of each block of `values` [n], same dtype.
-
-    NaN counts as infinite, since a maximum by MPI may drop a NaN.
-    """
+    """Set `maxima` [n / 128] to the largest |value| of each block of `values` [n], NaN as inf."""
     for block, spare, largest in _tiles(values, maxima):
         torch.amax(torch.abs(block, out=spare), 1, out=largest)
+    # A maximum by MPI may drop a NaN.
     maxima.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
@@ -266,14 +264,9 @@ def _bit_parts(numbers: Tensor, bits: int) -> list[Tensor]:
 
 
 def integer_type(workers: int) -> torch.dtype:
-    """Return the smallest integer type that holds the sum of -1, 0 and 1 of so many workers.
-
-    It must not overflow: of small integers Open MPI's sums saturate, others wrap around.
-    """
-    for dtype in (torch.int8, torch.int16):
-        if workers <= torch.iinfo(dtype).max:
-            return dtype
-    return torch.int32
+    """Return the smallest integer type that holds the sum of -1, 0 and 1 of so many workers."""
+    kinds = (torch.int8, torch.int16)
+    return next((t for t in kinds if workers <= torch.iinfo(t).max), torch.int32)
 
 
 def ternarise_(
@@ -286,9 +279,8 @@ def ternarise_(
 ) -> None:
     """Set the integers `out` to the signs of `values` with probability |values| / scale, else 0.
 
-    All are [n]; `scale` is a scalar, and what is larger counts as that large. `draws` (values'
-    dtype) and two `spare` bool tensors are overwritten. Without `generator` it draws from torch's
-    global one, whose state is part of a checkpoint.
+    All are [n]; `scale` is a scalar. `draws` (values' dtype) and two `spare` bool tensors are
+    overwritten. Without `generator` it draws from torch's global one, which checkpoints hold.
     """
     up, down = spare
     draws.uniform_(generator=generator).mul_(scale)

@@ -39,10 +39,7 @@ MOST_BYTES_ABOUT, MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 2**16, 32, 8 * MOST_PIXEL
 
 @dataclass(frozen=True)
 class Names:
-    """What lies in one folder, hidden names apart, sorted; `state` tells when it is another one.
-
-    "" where that can't be told.
-    """
+    """What lies in one folder, hidden names apart, sorted; `state` changes with it, if known."""
 
     state: str
     folders: list[str]
@@ -95,8 +92,7 @@ def find_image_files(
     """Return the images below `data_dir`, cropped and scaled where `image_size` asks for it.
 
     `name` is one of CONTENTS, `known` what other ranks have read, by path: what is missing, or is
-    not the same here, is read. Unless `with_test` the test images are not looked for. `going` is
-    called as it goes on. Raises UserError (UNREADABLE).
+    not the same here, is read. Raises UserError (UNREADABLE).
     """
     find = _in_class_folders if name == "imagefolder" else _in_tar_files
     splits = [find(folder, known, going) for folder in _split_folders(data_dir, with_test)]
@@ -160,8 +156,7 @@ def read_share(
 ) -> Known:
     """Return the contents of every `size`-th class folder or tar file, from number `rank` on.
 
-    `name` is one of CONTENTS; unless `with_test` of the training images alone. `going` is called
-    as it goes on. Raises UserError (UNREADABLE).
+    Raises UserError (UNREADABLE).
     """
     if name == "imagefolder":
         found, read = class_folders, read_names
@@ -189,10 +184,7 @@ def class_folders(folder: Path) -> list[str]:
 def _in_class_folders(
     folder: Path, known: Mapping[str, Names], going: Callable[[], None]
 ) -> FileSplit:
-    """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image.
-
-    Hidden names count nowhere. `going` is called once for each class.
-    """
+    """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image."""
     images: list[str] = []
     folders, foreign = _entries(str(folder))
     empty: list[str] = []  # class folders without an image
@@ -286,8 +278,8 @@ def _in_tar_files(
 ) -> FileSplit:
     """List the images in folder/*.tar, in the order of the names of these files.
 
-    Raises UserError (UNREADABLE) where there are none, a tar file is damaged, or has another size
-    here than where it was read, or an image has no class.
+    Raises UserError (UNREADABLE) where there are none, or a tar file is damaged, or another one
+    here than where it was read.
     """
     paths = tar_files(folder)
     every = [
@@ -329,10 +321,7 @@ def _in_tar_files(
 
 
 def _member(path: str, start: int, size: int, name: str) -> BytesIO:
-    """Read an image's file from a tar file; raise UserError where that is not possible.
-
-    Or where another one lies there, as in a file that was listed on another host.
-    """
+    """Read an image's file from a tar file; raise UserError where it isn't there as listed."""
     try:
         if size > MOST_BYTES_IMAGE:
             raise ValueError(f"{size:,} bytes")
