@@ -7,8 +7,7 @@ its gradient less its estimate, and nothing where the estimate is good enough as
 estimates follow (EF21), and the step takes their sum.
 
 With `--adacgd-average` a below 1 the worker's own average of gradients, x = (1 - a) y + a g, stands
-for the gradient, y being the average of the step before (EF21-SGDM, Fatkhullin et al. 2023): that
-of a batch is mostly noise, which no estimate can follow.
+for the gradient, y being the average of the step before (EF21-SGDM, Fatkhullin et al. 2023).
 """
 
 from typing import Any

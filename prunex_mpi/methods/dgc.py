@@ -51,10 +51,7 @@ SAMPLE = 0.01
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Allocate the accumulated momentum and what has not been sent yet, and the common momentum.
-
-    The first two are linear in what the workers contribute, so their sums over ranks count.
-    """
+    """Allocate the accumulated momentum and what has not been sent yet, and the common momentum."""
     check_positions(layout)
     return {key: torch.zeros_like(theta) for key in (MOMENTUM, RESIDUAL, COMMON)}
 
@@ -72,10 +69,7 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
 
 
 def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Send what is largest of the accumulated momentum, and set `grad` to everyone's sum.
-
-    Collective on `wire.comm`.
-    """
+    """Send the largest momentum; set `grad` to the sum of all. Collective on `wire.comm`."""
     state, settings, grad = context.state, context.settings, context.state.grad
     momentum, residual = state.memory[MOMENTUM], state.memory[RESIDUAL]
     compressed, whole = divide(state.layout, settings.options.ratio)

@@ -74,10 +74,7 @@ def operations_of(settings: Settings) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], rounds: int) -> int:
-    """Return how many of a run's inter-node bytes, as `counted`, say where values belong.
-
-    Masks and bits, and a position for each value, or block of values, that does not travel whole.
-    """
+    """Return how many of a run's inter-node bytes, as `counted`, say where values belong."""
     code = code_of(settings.method) if settings.method.code else None
     if not hasattr(code, "metadata_bytes"):
         return counted["mask"]
@@ -89,9 +86,8 @@ def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], ro
 def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate what the method remembers, as it is before the first step.
 
-    Names begin with OWN, EACH or SHARED, which says what other nodes go on from (`core/state.py`).
-    `own.` tensors have theta's dtype and device, `shared.` tensors any (small ones that decide stay
-    on the host); all are contiguous. Raises UserError where the method can't work on such a layout.
+    Names begin with OWN, EACH or SHARED (`core/state.py`). `own.` tensors have theta's dtype and
+    device, `shared.` tensors any; all are contiguous. Raises UserError for a layout without use.
     """
     if settings.method.outer_step:
         return outer_memory(theta)

@@ -45,10 +45,9 @@ from prunex_mpi.settings.fields import Settings
 
 
 def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
-    """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
+    """Train from `position` on; yield records as `hsadmm.outer_iterations`. Collective on `world`.
 
-    As `hsadmm.outer_iterations`. The residuals between nodes are zero. Collective on
-    `topology.world`. Raises Diverged on every rank.
+    The residuals between nodes are zero. Raises Diverged on every rank.
     """
     state, settings, position = context.state, context.settings, context.state.position
     wires = wires_of(topology, state, context.transport)
@@ -82,8 +81,8 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     """Set z to z~, dense, by the theta + u and the BatchNorm statistics of all ranks.
 
-    Until the masks are frozen nothing is masked: a group that was pruned may come back. What z was
-    before is `last_z`. Collective on `leader.comm`, which holds all ranks.
+    Until the masks are frozen nothing is masked. What z was before is `last_z`. Collective on
+    `leader.comm`, which holds all ranks.
     """
     find_reference_(wires, state)
     batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
@@ -105,8 +104,7 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
 def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np.ndarray | None:
     """Project z~, in z, on the sparsity; return |z^{k+1} - z^k|^2 per layer where it is measured.
 
-    World rank 0 decides on the mask, since sums need not have the same bits on every rank.
-    Collective on `leader.comm`, which holds all ranks.
+    World rank 0 decides on the mask. Collective on `leader.comm`, which holds all ranks.
     """
     workers = wires.workers
     mask = state.mask

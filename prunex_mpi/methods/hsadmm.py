@@ -114,10 +114,9 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
     """Run H-SADMM from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
     Collective on `topology.world`: every rank must exhaust the iterator, which ends early, between
-    two local steps, where the ranks agree to stop. The record also carries `layers`, the rows of
-    layers.jsonl, and `status`, which is "converged" on an early stop. Of `seconds`, `intra` counts
-    waiting for the node's gradients as well. Between two records the state is all there is to know.
-    Raises Diverged on every rank.
+    two local steps, where the ranks agree to stop. Of `seconds`, `intra` counts waiting for the
+    node's gradients as well. Between two records the state is all there is to know. Raises Diverged
+    on every rank.
     """
     state, settings, position = context.state, context.settings, context.state.position
     wires = wires_of(topology, state, context.transport)
@@ -178,14 +177,14 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 def local_computation(
     averager: GradientAverager | None, context: RunContext, wires: Wires | None = None
 ) -> float | None:
-    """Take T steps on f_ij(theta) + rho1/2 |theta - z_i + u|^2; return the mean loss.
+    """Take T steps on f_ij(theta) + rho1/2 |theta - z_i + u|^2 (Eq. 8); return the mean loss.
 
-    Eq. 8, by the inner optimizer. No communication, unless `averager` averages each step's gradient
-    inside the node (then collective on its communicator). Consensus SGD starts from z and has no
-    proximal term. Where an exchange is under way the node goes on from its own z_i, and z arrives
-    after some of the steps. With `wires` all parts of the message but the last are sent between
-    the steps, see `core/streaming.py` (then collective on their communicators). Returns None where
-    the ranks agree to stop, before all that belongs to the step at which `position` then is.
+    No communication, unless `averager` averages each step's gradient inside the node (then
+    collective on its communicator). Consensus SGD starts from z and has no proximal term. Where an
+    exchange is under way the node goes on from its own z_i, and z arrives after some of the steps.
+    With `wires` all parts of the message but the last are sent between the steps, see
+    `core/streaming.py` (then collective on their communicators). Returns None where the ranks agree
+    to stop, before the step at which `position` then is.
     """
     state, settings, position = context.state, context.settings, context.state.position
     losses, started = loss_sums(context), time.perf_counter()
@@ -252,10 +251,10 @@ def local_computation(
 def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor:
     """Return the dense candidate of the node, z_tilde; leave its mean statistics in `stats`.
 
-    z~_i = [rho1 mean_j(theta_ij + u_ij) + rho2 (z - v_i)] / (lambda + rho1 + rho2), Eq. 9 with the
-    mean and the global z; in consensus SGD the mean alone. Allreduce SUM of all parameters, dense,
-    unless gradients were averaged at each step: then theta and u are the same on all ranks of the
-    node, and so is their mean. In the memory of `scratch`. Collective on `node.comm`.
+    z~_i = [rho1 mean_j(theta_ij + u_ij) + rho2 (z - v_i)] / (lambda + rho1 + rho2), Eq. 9; in
+    consensus SGD the mean alone. Allreduce SUM of all parameters, dense, unless gradients were
+    averaged at each step: then ranks hold the same. In the memory of `scratch`. Collective on
+    `node.comm`.
     """
     ranks = node.comm.size
     average_in_node_(node, state)
@@ -277,8 +276,7 @@ def own_candidate(state: State, decay: np.ndarray) -> Tensor:
 def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
     """See that z_tilde, in `scratch`, is the same on all ranks of the node, bit for bit.
 
-    Where sums of gradients had other bits on another rank, the leader's theta and u become
-    everyone's. Collective on `node.comm`.
+    Else the leader's theta and u become everyone's. Collective on `node.comm`.
     """
     if node.comm.size == 1 or holds_alike(node, state, state.scratch, state.spare):
         return
@@ -303,10 +301,9 @@ def project(
 
     By vote the leaders choose the shared support that keeps most of all nodes' energy, which is
     the exact projection of (z~_1 ... z~_M) on shared supports; else each leader projects for its
-    node. Only leaders compute energies: one rank's decision is broadcast, so that no two ranks of a
-    node can disagree on a near tie. Without a choice z_i = z~_i: before the first nothing is
-    masked, and after the freeze z~_i is made of vectors that are. Returns |z_i^{k+1} - z_i^k|^2 per
-    layer where it is measured. Collective on `leader.comm`, then on `node.comm`.
+    node. Without a choice z_i = z~_i: before the first nothing is masked, and after the freeze z~_i
+    is made of vectors that are. Returns |z_i^{k+1} - z_i^k|^2 per layer where it is measured.
+    Collective on `leader.comm`, then on `node.comm`.
     """
     round_to = settings.round_to
     if stage.choose:
@@ -339,12 +336,11 @@ def inter_node_consensus(
 ) -> np.ndarray | None:
     """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere (Eq. 11).
 
-    The only phase whose bytes cross nodes in bulk: leaders agree on the mask (BOR of packed bits,
-    unless it was voted), pack z_i + v_i and the BatchNorm statistics into one dense message, add it
-    up in buckets, and broadcast the compact result inside their node, where every rank expands it.
-    With `behind` it goes on in the helper thread, and z is what it was until `z_arrives`. Returns
-    |z^{k+1} - z^k|^2 per layer where it is measured. Collective on the communicators of the workers
-    and the node.
+    Leaders agree on the mask (BOR of packed bits, unless it was voted), pack z_i + v_i and the
+    BatchNorm statistics into one dense message, add it up in buckets, and broadcast the compact
+    result inside their node. With `behind` it goes on in the helper thread, and z is what it was
+    until `z_arrives`. Returns |z^{k+1} - z^k|^2 per layer where it is measured. Collective on the
+    communicators of the workers and the node.
     """
     state, leader, node = context.state, wires.workers, wires.node
     if stage.union:
@@ -367,8 +363,7 @@ def inter_node_consensus(
 def stay_apart_(state: State) -> None:
     """Finish an outer iteration without an exchange: z_i, on the mask in force, and statistics.
 
-    Both are the node's own, in place of those of all. z and v are those of the last exchange, and
-    z - v in phase 2 goes on pulling z~_i towards it. Does not communicate.
+    Both are the node's own; z and v are those of the last exchange. Does not communicate.
     """
     apply_factors_(state.z_node, state.layout, state.groups, state.factors)
     if state.alone:
@@ -379,10 +374,7 @@ def stay_apart_(state: State) -> None:
 
 
 def z_arrives(context: RunContext) -> None:
-    """Finish what phase 4 of the last outer iteration has begun: theta += z - z_i, v += z_i - z.
-
-    Or what has begun since, with a part of the message. Waits for the helper thread.
-    """
+    """Finish what phase 4, or a part of it, has begun: theta += z - z_i, v += z_i - z. Waits."""
     state, clock = context.state, context.state.position.clock
     started = now(state.theta.device)
     if context.behind is not None:
@@ -411,8 +403,8 @@ def update_duals(
 ) -> NormSums | None:
     """u += theta - z_i (Eq. 12), v += z_i - z (Eq. 13); return this rank's squared norms.
 
-    `moved_node` and `moved` are what phases 3 and 4 have measured; None where they have not, and
-    then there are no norms. While z is under way v waits for it. Does not communicate.
+    None where phases 3 and 4 have not measured how z_i and z `moved`. While z is under way v waits
+    for it. Does not communicate.
     """
     norms = step_duals_(state, moved is not None)
     if norms is None:

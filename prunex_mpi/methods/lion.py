@@ -72,11 +72,9 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 
 
 def cast_votes_(wire: Wire, space: dict[str, Any], update: Tensor, step: int) -> None:
-    """Set the first of `numbers` to 1 where `update` is above 0, else to 0.
-
-    One bit has no room for 0, which unused parameters have: there workers take turns, so that such
-    votes cancel, over the workers or over two steps.
-    """
+    """Set the first of `numbers` to 1 where `update` is above 0, else to 0."""
+    # One bit has no room for 0, which unused parameters have: workers take turns, so that votes
+    # cancel, over the workers or over two steps.
     votes = space["numbers"].view(torch.bool).view(-1)[: update.numel()]
     above = torch.ge if (wire.comm.rank + step) % 2 else torch.gt
     above(update, 0, out=votes)

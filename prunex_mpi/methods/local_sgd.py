@@ -43,10 +43,9 @@ HIGH_UNSTEADY_RATE = 0.05
 
 
 def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
-    """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
+    """Train from `position` on; yield records as `hsadmm.outer_iterations`. Collective on `world`.
 
-    As `hsadmm.outer_iterations`; `dual` counts diloco's outer step, unless it waits for an exchange
-    that goes on behind local steps. Collective on `topology.world`. Raises Diverged on every rank.
+    Of `seconds`, `dual` is diloco's outer step. Raises Diverged on every rank.
     """
     state, settings = context.state, context.settings
     wires = wires_of(topology, state, context.transport)
@@ -104,8 +103,7 @@ def advice(
 ) -> list[str]:
     """Return a line for each thing that is known to go wrong with `steps` local steps.
 
-    `lr_scale` is what the learning rate is multiplied by. The network is `steady` if it has
-    BatchNorm, GroupNorm or the like.
+    The network is `steady` if it has BatchNorm, GroupNorm or the like.
     """
     lines = []
     kept = settings.method.outer_step and settings.inner_momentum == "keep" and settings.momentum

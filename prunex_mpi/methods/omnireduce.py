@@ -77,8 +77,7 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 def send_top_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Send the blocks of largest norm of residual + gradient; the others are the new residual.
 
-    A worker's blocks are its own: others may send others. Of the whole gradient, not per layer, as
-    blocks are larger than many layers. Collective on `wire.comm`.
+    Of the whole gradient, as blocks are larger than many layers. Collective on `wire.comm`.
     """
     grad, residual = context.state.grad, context.state.memory[RESIDUAL]
     residual[: grad.numel()].add_(grad)

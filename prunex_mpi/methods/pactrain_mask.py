@@ -44,9 +44,7 @@ def score_of(settings: Settings) -> str:
 def prune_when_due_(wires: Wires, context: RunContext, done: int) -> float:
     """Prune if `done` outer iterations are those of the option; return the mask's drift.
 
-    The option is `--pactrain-prune-iteration`. The mask is decided on world rank 0. What this
-    takes, seconds and bytes, is counted as set-up.
-    Collective on `world`.
+    The mask is decided on world rank 0. Seconds and bytes count as set-up. Collective on `world`.
     """
     state, settings = context.state, context.settings
     if state.frozen or done != settings.options.prune_iteration:
@@ -83,8 +81,7 @@ def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
     """Return H g over the weights, both summed over the batches of all ranks.
 
     Of the loss at logits divided by `GRASP_TEMPERATURE`. As in the authors' code g and H are
-    those of the weights that may be pruned alone. Leaves the model's statistics as they were.
-    Collective on `world`. Raises UserError on every rank.
+    those of the weights that may be pruned alone. Collective on `world`. Raises UserError alike.
     """
     state, problem = context.state, context.problem
     layout, model, temperature = state.layout, problem.model, GRASP_TEMPERATURE

@@ -49,11 +49,10 @@ from prunex_mpi.settings.fields import Settings
 
 
 def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
-    """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
+    """Train from `position` on; yield records as `hsadmm.outer_iterations`. Collective on `world`.
 
-    As `hsadmm.outer_iterations`. Of `seconds`, `local` is the forward and backward pass and the
-    step, `project` what the method computes, `inter` waiting for gradients and statistics.
-    Collective on `topology.world`. Raises Diverged on every rank.
+    Of `seconds`, `local` is the forward and backward pass and the step, `project` what the method
+    computes, `inter` waiting for gradients and statistics. Raises Diverged on every rank.
     """
     state, settings, position = context.state, context.settings, context.state.position
     flat = settings.aggregation == "flat"
@@ -96,10 +95,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 
 
 def wire_during_backward(wires: Wires, settings: Settings) -> Wire | None:
-    """Return over whom gradients are averaged while the backward pass still runs, if over anyone.
-
-    The node's mean, or everyone's at once.
-    """
+    """Return over whom gradients are averaged during the backward pass, if over anyone."""
     if not wires.flat:
         return wires.node
     return wires.workers if settings.method.plain_mean else None
@@ -108,7 +104,7 @@ def wire_during_backward(wires: Wires, settings: Settings) -> Wire | None:
 def prune_(code: ModuleType, wires: Wires, context: RunContext, done: int) -> float | None:
     """Prune after `done` outer iterations, if that is when; return the drift of a mask of weights.
 
-    None where the drift is that of the groups. Collective on `world`, or on `node` and `leader`.
+    Collective on `world`, or on `node` and `leader`.
     """
     return code.prune_(wires, context, done) if hasattr(code, "prune_") else None
 
@@ -180,8 +176,8 @@ def average_gradient_(
 def average_replicas_(wires: Wires, context: RunContext) -> float:
     """Set z to the mean of theta over all ranks; return how far apart the nodes are.
 
-    That is the root of the mean over ranks of |theta - z|^2, divided by |z|. Counted as evaluation.
-    Collective on `node` and `leader`, then on `world`.
+    That is the root of the mean over ranks of |theta - z|^2, divided by |z|. Collective on `node`
+    and `leader`, then on `world`.
     """
     state = context.state
     state.z.copy_(state.theta).mul_(wires.workers.weight)

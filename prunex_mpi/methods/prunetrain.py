@@ -67,10 +67,8 @@ def start_gradient_(wires: Wires, space: dict[str, Any], context: RunContext, lo
 def reshape_(wires: Wires, space: dict[str, Any], context: RunContext, done: int) -> bool:
     """Take the groups that the lasso has emptied out of the network; return whether there were any.
 
-    When `done` outer iterations are a multiple of --prunetrain-reconfigure-every.
-
-    Afterwards `state` and the model have other parameters, and what was built on the old ones (the
-    space, an averager) is of no use any more. Collective on `world`.
+    What was built on the old parameters (the space, an averager) is then of no use any more.
+    Collective on `world`.
     """
     state, settings = context.state, context.settings
     if done % settings.options.reconfigure_every:

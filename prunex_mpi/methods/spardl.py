@@ -44,10 +44,7 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
-    """Return memory for the blocks, for one message out and in, and for what comes of all blocks.
-
-    The last blocks are filled up with zeros.
-    """
+    """Return memory for the blocks, filled up with zeros, and for the messages of all."""
     theta, workers = context.state.theta, wire.comm.size
     size, count = sizes_of(context.settings, theta.numel(), workers)
     blocks = theta.new_zeros(workers, size)
@@ -75,10 +72,7 @@ def sizes_of(settings: Settings, numel: int, workers: int) -> tuple[int, int]:
 
 
 def rounds(workers: int, rank: int) -> list[range]:
-    """Return the blocks, counted on beyond the last, that a worker sends in each round.
-
-    They go to the worker of the number of the first of them.
-    """
+    """Return the blocks, counted around, that go to the worker of the first in each round."""
     distances = [1 << bit for bit in reversed(range((workers - 1).bit_length()))]
     return [range(rank + d, rank + min(2 * d, workers)) for d in distances]
 
@@ -116,10 +110,7 @@ def reduce_blocks_(wire: Wire, space: dict[str, Any]) -> None:
 
 
 def gather_blocks_(wire: Wire, space: dict[str, Any]) -> None:
-    """Hand the largest of this worker's block to all; `places` are those of all in the vector.
-
-    By Bruck's algorithm or another, as MPI chooses: all send as much. Collective on `wire.comm`.
-    """
+    """Hand the largest of this block to all; `places` are those of all. Collective on `comm`."""
     values, positions = space["values"][0], space["positions"][0]
     move_top_(space["blocks"][wire.comm.rank], values, positions)
     wire.gather_(values, space["all_values"])

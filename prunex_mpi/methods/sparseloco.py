@@ -67,8 +67,7 @@ def allocate(nodes: int, context: RunContext) -> Space:
 def exchange_(wires: Wires, space: Space, context: RunContext) -> None:
     """Move z, and the statistics, by what all leaders send; z_i must be the node's mean.
 
-    The leaders gather all messages (Allgather) and hand them to their nodes as they are: every rank
-    decodes the same bytes in the same order, so all hold the same bits. Collective on
+    Every rank decodes the same bytes in the same order, so all hold the same bits. Collective on
     `workers.comm`, where it speaks, then on `node.comm`.
     """
     state, settings = context.state, context.settings

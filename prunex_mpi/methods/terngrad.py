@@ -69,7 +69,7 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 def find_scales_(pieces: list[Tensor], sigmas: float, scales: Tensor) -> None:
     """Set `scales` [tensors] to so many standard deviations of each, or its largest magnitude.
 
-    The smaller of both; the second where all elements are the same, or where `sigmas` is 0.
+    The smaller of both that is not 0.
     """
     for number, piece in enumerate(pieces):
         scales[number] = torch.linalg.vector_norm(piece, torch.inf)

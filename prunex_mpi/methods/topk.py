@@ -42,8 +42,7 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
 def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Send the elements of largest magnitude of residual + gradient; the rest is the new residual.
 
-    Top-k sparsification with error feedback (Stich et al. 2018), per layer. Collective on
-    `wire.comm`.
+    Per layer (Stich et al. 2018). Collective on `wire.comm`.
     """
     state = context.state
     residual = state.memory[RESIDUAL].add_(state.grad)
