@@ -26,7 +26,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, listed, one_line
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular
 from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
 from prunex_mpi.data.images import MOST_PIXELS, as_uint8, open_rgb
-from prunex_mpi.data.sources import Source
+from prunex_mpi.data.sources import Source, source_of_files
 
 BLOCK = 512  # of a tar file
 SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits
@@ -119,20 +119,12 @@ def find_image_files(
     found.append(f"{classes:,} classes")
     if os.path.basename(test.folder) == VALIDATION:
         found.append(f"the test set is {VALIDATION}/, as there is no test/")
-    return Source(
-        counts=(len(train.labels), len(test.labels) if with_test else 0),
-        read=None,
-        labels=lambda: train.labels,
+    return source_of_files(
+        [_files_of(split, image_size, side) for split in splits],
         num_classes=classes,
-        image_size=side,
         flip=True,
-        pad=side // 8,
         found=(", ".join(found), "; ".join(text for split in splits for text in split.left_out)),
         class_names=train.class_names,
-        files={
-            name: _files_of(split, image_size, side)
-            for name, split in zip(("train", "test"), splits, strict=False)
-        },
         digest=digest.hexdigest(),
     )
 

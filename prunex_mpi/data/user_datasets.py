@@ -24,7 +24,7 @@ from prunex_mpi.base.imports import import_function
 from prunex_mpi.base.logs import log
 from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
 from prunex_mpi.data.images import load_rgb, to_side
-from prunex_mpi.data.sources import Source
+from prunex_mpi.data.sources import Source, source_of_files
 
 # Where torchvision's data sets hold the labels of all their items.
 OF_LABELS = ("targets", "labels")
@@ -69,21 +69,13 @@ def find_user_images(
     for split in splits:
         digest.update(f"{len(split.labels)} ".encode() + split.labels.numpy().tobytes())
     images = f"{counts[0]:,} images to train on and {counts[1]:,} to test on"
-    return Source(
-        counts=counts,
-        read=None,
-        labels=lambda: train.labels,
+    return source_of_files(
+        [_files_of(split, image_size, side) for split in splits],
         num_classes=classes,
-        image_size=side,
         # Mirrored images keep their meaning unless the data set says no.
         flip=_attribute(train.name, train.data, "flip") is not False,
-        pad=side // 8,
         found=(f"{images} in {name}, {classes:,} classes", ""),
         class_names=class_names,
-        files={
-            key: _files_of(split, image_size, side)
-            for key, split in zip(("train", "test"), splits, strict=False)
-        },
         digest=digest.hexdigest(),
     )
 
