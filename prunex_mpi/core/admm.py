@@ -115,9 +115,12 @@ def weigh_candidate(
 ) -> Tensor:
     """Return [rho1 mean(theta + u) + rho2 (z - v)] / (decay + rho1 + rho2) in `scratch`.
 
-    `decay` is that of each segment, [segments]. `total` is the sum of theta + u over `ranks` ranks,
-    in the memory of `scratch`; without it the mean is this rank's own theta + u.
+    Without duals it is the mean alone. `decay` is that of each segment, [segments]. `total` is the
+    sum of theta + u over `ranks` ranks, in the memory of `scratch`; without it the mean is this
+    rank's own theta + u.
     """
+    if state.consensus_sgd:
+        return sum_candidate(state) if total is None else total.div_(ranks)
     # Between z - v and the mean, times what the weight decay leaves of it.
     weights = one_or_all(state.rho1 / (state.rho1 + state.rho2))
     left = (state.rho1 + state.rho2) / (decay + state.rho1 + state.rho2)

@@ -40,19 +40,8 @@ from prunex_mpi.comm.collectives import (
 )
 from prunex_mpi.comm.traffic import Clock
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.compress.quantise import (
-    BLOCK,
-    ROW,
-    add_decoded_,
-    block_maxima_,
-    decode_,
-    decode_shared_,
-    encode_,
-    encode_shared_,
-    pack_,
-    record_bytes,
-    unpack_,
-)
+from prunex_mpi.compress import quantise
+from prunex_mpi.compress.quantise import BLOCK, ROW
 from prunex_mpi.compress.sparse import add_sparse_
 
 SUMMED = "int8sum"
@@ -95,14 +84,14 @@ def whole_blocks(numel: int) -> int:
 def coded_bytes(payload: str, numel: int, size: int) -> int:
     """Return the bytes that a leader hands over for `numel` values of `size` bytes, scales too."""
     blocks = whole_blocks(numel) // BLOCK
-    return blocks * (BLOCK + size if payload == SUMMED else record_bytes(payload))
+    return blocks * (BLOCK + size if payload == SUMMED else quantise.record_bytes(payload))
 
 
 def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transport) -> Coded:
     """Allocate what adding up vectors of the size of `like` [blocks * 128] needs."""
     blocks = like.numel() // BLOCK
     summed = payload == SUMMED
-    size = BLOCK if summed else record_bytes(payload)
+    size = BLOCK if summed else quantise.record_bytes(payload)
     bucket_blocks = max(1, transport.bucket_bytes // (size * workers)) * workers
     # All leaders' parts of a share are, at most, as many blocks as the bucket has.
     room = 0 if summed else min(bucket_blocks, -(-blocks // workers) * workers)
@@ -176,15 +165,15 @@ def _sum_records_(
     own, after = start + cuts[mine], start + cuts[mine + 1]
     # An owner's own part of its share needs no code.
     for a, b in ((start, own), (after, stop)):
-        encode_(_run(values, a, b), coded.records[a:b], payload)
+        quantise.encode_(_run(values, a, b), coded.records[a:b], payload)
     ends = [cut * records.shape[1] for cut in cuts]
     received = coded.received[: (workers - 1) * (after - own)]
     with clock.exchanging(values.device, "Alltoallv"):
         deal_shares_(between, records.view(-1), ends, received.view(-1), transport, own=False)
     total = _run(values, own, after)
     for part in received.split(max(1, after - own)):
-        add_decoded_(part, total, payload)
-    encode_(total, coded.records[own:after], payload)
+        quantise.add_decoded_(part, total, payload)
+    quantise.encode_(total, coded.records[own:after], payload)
     with clock.exchanging(values.device, "Allgather"):
         spread_shares_(between, records.view(-1), ends, transport)
 
@@ -201,10 +190,10 @@ def _sum_integers_(
     start, stop = run
     part, maxima = _run(values, start, stop), coded.maxima[start:stop]
     integers = coded.records[start:stop].view(-1)
-    block_maxima_(part, maxima)
+    quantise.block_maxima_(part, maxima)
     with clock.exchanging(values.device, "Allreduce"):
         allreduce_(between, maxima, transport, MPI.MAX)
-    encode_shared_(part, maxima, coded.levels, integers)
+    quantise.encode_shared_(part, maxima, coded.levels, integers)
     with clock.exchanging(values.device, "Allreduce"):
         allreduce_(between, integers, transport)
 
@@ -228,9 +217,9 @@ def _decode_(coded: Coded, start: int, stop: int, out: Tensor) -> None:
     part = _run(out, start, stop)
     if coded.payload == SUMMED:
         integers = coded.records[start:stop].view(-1)
-        decode_shared_(integers, coded.maxima[start:stop], coded.levels, part)
+        quantise.decode_shared_(integers, coded.maxima[start:stop], coded.levels, part)
     else:
-        decode_(coded.records[start:stop], part, coded.payload)
+        quantise.decode_(coded.records[start:stop], part, coded.payload)
 
 
 def goes_to_all(workers: int, up: int, down: int) -> bool:
@@ -278,14 +267,14 @@ def sum_numbers_(wire: Wire, space: dict[str, Any], up: int) -> Tensor:
     `numbers` must be below 2^up. Collective on `wire.comm`.
     """
     packed, received, sums = space["packed"], space["received"], space["sums"]
-    pack_(space["numbers"], up, packed)
+    quantise.pack_(space["numbers"], up, packed)
     if space["to_all"]:
         wire.gather_(packed.view(-1), received.view(wire.comm.size, -1))
     else:
         wire.deal_(packed, received)
     sums.zero_()
     for part in received:
-        unpack_(part.view(sums.shape[0], -1), up, space["spare"])
+        quantise.unpack_(part.view(sums.shape[0], -1), up, space["spare"])
         sums.add_(space["spare"])
     return sums
 
@@ -299,11 +288,11 @@ def spread_(wire: Wire, space: dict[str, Any], share: Tensor, down: int) -> Tens
     if down == 16:
         result.copy_(share.view(torch.uint8))
     else:
-        pack_(share, down, result)
+        quantise.pack_(share, down, result)
     wire.gather_(result.view(-1), results)
     if down == 16:
         return results.view(share.dtype)
-    unpack_(results, down, space["numbers"])
+    quantise.unpack_(results, down, space["numbers"])
     return space["numbers"]
 
 

@@ -23,13 +23,7 @@ import numpy as np
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wires
-from prunex_mpi.core.admm import (
-    converges,
-    decay_of_layers,
-    find_residuals,
-    own_residuals,
-    sum_candidate,
-)
+from prunex_mpi.core import admm
 from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.loop import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.mask_agreement import project_locally
@@ -69,10 +63,10 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
         with phase(context, this, "dual"):
             still = None if moved is None else np.zeros_like(moved)
             norms = None if state.consensus_sgd else update_duals(state, moved, still)
-            this.residuals.update(own_residuals(norms, state))
-            residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
+            this.residuals.update(admm.own_residuals(norms, state))
+            residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
 
-        converged = may_stop(stage, settings, state.frozen) and converges(residuals)
+        converged = may_stop(stage, settings, state.frozen) and admm.converges(residuals)
         yield end_iteration(topology, context, this, stage, loss, residuals, converged)
         if converged:
             return
@@ -87,7 +81,7 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     find_reference_(wires, state)
     batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
     # z_i is z, whose value is at hand: its memory may hold what this rank sends.
-    candidate = sum_candidate(state)
+    candidate = admm.sum_candidate(state)
     state.z_node, state.scratch = candidate, state.z_node
     if not state.frozen:
         state.factors = Factors(())
@@ -97,7 +91,7 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     exchange_message_(*ways, counted)
     take_over_(state, way_of(state))
     if not state.consensus_sgd and settings.weight_decay_in == "z":
-        decay = decay_of_layers(settings, state.layout)
+        decay = admm.decay_of_layers(settings, state.layout)
         scale_(state.z, state.layout, state.rho1 / (decay + state.rho1))
 
 

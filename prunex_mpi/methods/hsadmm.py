@@ -28,24 +28,7 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires
-from prunex_mpi.core.admm import (
-    NormSums,
-    Residuals,
-    add_pull_,
-    converges,
-    decay_of_layers,
-    find_residuals,
-    forget_duals_,
-    own_residuals,
-    set_anchor_,
-    share_pull_,
-    start_from_,
-    step_duals_,
-    sum_candidate,
-    update_penalties,
-    update_rho2,
-    weigh_candidate,
-)
+from prunex_mpi.core import admm
 from prunex_mpi.core.alike import holds_alike, take_first_
 from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
 from prunex_mpi.core.loop import (
@@ -157,11 +140,11 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
                         moved = inter_node_consensus(wires, context, stage, behind)
             with phase(context, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
-                forget_duals_(state, settings)
-                this.residuals.update(own_residuals(norms, state))
-                residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
+                admm.forget_duals_(state, settings)
+                this.residuals.update(admm.own_residuals(norms, state))
+                residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
 
-            settles = may_stop(stage, settings, state.frozen) and converges(residuals)
+            settles = may_stop(stage, settings, state.frozen) and admm.converges(residuals)
             # A union may hold more groups than allowed: vote once more before stopping.
             position.vote_next, converged = settles and stage.union, settles and not stage.union
             yield end_iteration(topology, context, this, stage, loss, residuals, converged)
@@ -196,12 +179,12 @@ def local_computation(
         if not position.part:
             if starts_from_z(state, settings):
                 alone = position.under_way or position.apart
-                start_from_(state, settings, state.z_node if alone else state.z)
+                admm.start_from_(state, settings, state.z_node if alone else state.z)
             if settings.inner_momentum == "reset":
                 forget_momentum_(state)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     decayed = share_decay_(context, settings.weight_decay if in_theta else 0.0)
-    rho1 = None if state.consensus_sgd else share_pull_(state, settings)
+    rho1 = None if state.consensus_sgd else admm.share_pull_(state, settings)
     masked, weights = (
         factor_views(flat, state.layout, state.groups, state.factors)
         for flat in (state.grad, state.theta)
@@ -223,7 +206,7 @@ def local_computation(
             mask_views_(masked, state.factors)
         clip_(context)
         if rho1 is not None:
-            add_pull_(state, rho1)
+            admm.add_pull_(state, rho1)
         if state.frozen:
             mask_views_(masked, state.factors)
         step_optimizer_(context, decayed)
@@ -258,19 +241,14 @@ def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor
     """
     ranks = node.comm.size
     average_in_node_(node, state)
-    decay = decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
+    decay = admm.decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
     if settings.node_sync == "step" or ranks == 1:
-        z_tilde = own_candidate(state, decay)
+        z_tilde = admm.weigh_candidate(state, decay, 1)
         make_alike_(node, state, decay)
         return z_tilde
-    total = sum_candidate(state)
+    total = admm.sum_candidate(state)
     node.reduce_(total)
-    return total.div_(ranks) if state.consensus_sgd else weigh_candidate(state, decay, ranks, total)
-
-
-def own_candidate(state: State, decay: np.ndarray) -> Tensor:
-    """Return z_tilde of a node whose ranks hold the same. Does not communicate."""
-    return sum_candidate(state) if state.consensus_sgd else weigh_candidate(state, decay, 1)
+    return admm.weigh_candidate(state, decay, ranks, total)
 
 
 def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
@@ -281,7 +259,7 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
     if node.comm.size == 1 or holds_alike(node, state, state.scratch, state.spare):
         return
     take_first_(node, state, "of a node")
-    own_candidate(state, decay)
+    admm.weigh_candidate(state, decay, 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -387,8 +365,8 @@ def z_arrives(context: RunContext) -> None:
         merge_(state, context.settings, place)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
-        update_rho2(state, context.settings)
-        set_anchor_(state)
+        admm.update_rho2(state, context.settings)
+        admm.set_anchor_(state)
     position.under_way = ""
     clock.behind += now(state.theta.device) - started
 
@@ -400,17 +378,17 @@ def z_arrives(context: RunContext) -> None:
 
 def update_duals(
     state: State, moved_node: np.ndarray | None, moved: np.ndarray | None
-) -> NormSums | None:
+) -> admm.NormSums | None:
     """u += theta - z_i (Eq. 12), v += z_i - z (Eq. 13); return this rank's squared norms.
 
     None where phases 3 and 4 have not measured how z_i and z `moved`. While z is under way v waits
     for it. Does not communicate.
     """
-    norms = step_duals_(state, moved is not None)
+    norms = admm.step_duals_(state, moved is not None)
     if norms is None:
         return None
     gap_theta, theta, z_node, u, gap_node, z, v = norms
-    return NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
+    return admm.NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
 
 
 def end_iteration(
@@ -419,7 +397,7 @@ def end_iteration(
     this: Round,
     stage: Stage,
     loss: float,
-    residuals: Residuals | None,
+    residuals: admm.Residuals | None,
     converged: bool,
 ) -> dict[str, Any]:
     """Note the drift, evaluate, update penalties; return the record. Collective on `world`."""
@@ -433,5 +411,5 @@ def end_iteration(
     ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
     record = finish_round(topology, context, this, loss, **ended)
     if not state.consensus_sgd:
-        update_penalties(state, settings, residuals)
+        admm.update_penalties(state, settings, residuals)
     return record
