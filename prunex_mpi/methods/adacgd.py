@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
-from prunex_mpi.compress.sparse import (
-    POSITION_BYTES,
-    check_positions,
-    choose_count,
-    position_bytes,
-    share_of,
-)
+from prunex_mpi.compress import sparse
 from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import OWN, SHARED, RunContext, State
 from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
@@ -43,12 +37,12 @@ ESTIMATE, LAST, SUM = f"{OWN}estimate", f"{OWN}last_gradient", f"{SHARED}sum_of_
 
 def counts_of(numel: int) -> list[int]:
     """Return how many elements each level sends, ascending."""
-    return [share_of(numel, level) for level in LEVELS]
+    return [sparse.share_of(numel, level) for level in LEVELS]
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate a worker's estimate and last gradient, and the sum of all workers' estimates."""
-    check_positions(layout)
+    sparse.check_positions(layout)
     return {key: torch.zeros_like(theta) for key in (ESTIMATE, LAST, SUM)}
 
 
@@ -84,7 +78,7 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     counts = counts_of(grad.numel())
     largest, places = space["largest"], space["places"]
     torch.topk(space["magnitudes"], counts[-1], out=(largest, places))
-    count = choose_count(difference, largest, counts, ZETA * change)
+    count = sparse.choose_count(difference, largest, counts, ZETA * change)
     torch.index_select(difference, 0, places[:count], out=space["values"][:count])
     space["positions"][:count].copy_(places[:count])
     estimate.index_add_(0, places[:count], space["values"][:count])
@@ -96,7 +90,7 @@ def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) 
     """Return how many of a run's `payload` bytes are positions; the first step is dense."""
     size, steps = state.theta.element_size(), state.position.steps_done
     others = state.layout.numel * size + (steps - 1) * COUNT_BYTES
-    return position_bytes(payload - others, size)
+    return sparse.position_bytes(payload - others, size)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
@@ -104,4 +98,4 @@ def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tupl
     counts = counts_of(layout.numel)
     levels = ", ".join(f"{count:,}" for count in counts)
     how = f"at most: 0, {levels} values and positions; the first step dense, {settings.aggregation}"
-    return counts[-1] * (size + POSITION_BYTES) + COUNT_BYTES, how
+    return counts[-1] * (size + sparse.POSITION_BYTES) + COUNT_BYTES, how

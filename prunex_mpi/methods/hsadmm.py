@@ -28,19 +28,9 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires
-from prunex_mpi.core import admm
+from prunex_mpi.core import admm, loop
 from prunex_mpi.core.alike import holds_alike, take_first_
 from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
-from prunex_mpi.core.loop import (
-    Round,
-    finish_round,
-    goes_behind,
-    measures_residuals,
-    needs_z,
-    phase,
-    rounds,
-    split_local,
-)
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.message import arrive_, exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.removal import remove_dropped_
@@ -105,40 +95,40 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
     wires = wires_of(topology, state, context.transport)
     leader, node = wires.workers, wires.node
     with averaging(node if settings.node_sync == "step" else None, context) as averager:
-        for this in rounds(context):
-            measured = measures_residuals(context, this)
+        for this in loop.rounds(context):
+            measured = loop.measures_residuals(context, this)
             stage = find_stage(this.k, settings, state.frozen, position, measured)
             parted = goes_in_parts(context, this, stage)
-            apart = this.k % settings.options.t_sync > 0 and not needs_z(context, this, stage)
+            apart = this.k % settings.options.t_sync > 0 and not loop.needs_z(context, this, stage)
             if apart:
                 stage = replace(stage, choose=False)
-            with phase(context, this, "local"):
+            with loop.phase(context, this, "local"):
                 loss = local_computation(averager, context, wires if parted else None)
                 if loss is None:
                     return
                 check_divergence(topology, context, loss)
-            split_local(context, this, waiting="intra")
+            loop.split_local(context, this, waiting="intra")
             moved_node = moved = None
-            with phase(context, this, "intra"):
+            with loop.phase(context, this, "intra"):
                 find_reference_(wires, state)
                 z_tilde = None if parted else intra_node_consensus(node, state, settings)
             if parted:
-                with phase(context, this, "inter"):
-                    behind = goes_behind(context, this, stage)
+                with loop.phase(context, this, "inter"):
+                    behind = loop.goes_behind(context, this, stage)
                     send_part_(wires, context, settings.fragments, behind)
             else:
-                with phase(context, this, "project"):
+                with loop.phase(context, this, "project"):
                     moved_node = project(leader, node, state, settings, z_tilde, stage)
                     if stage.freeze:
                         freeze(state, settings.after_freeze == "local-sgd")
                 position.apart = apart
-                with phase(context, this, "inter"):
+                with loop.phase(context, this, "inter"):
                     if apart:
                         stay_apart_(state)
                     else:
-                        behind = goes_behind(context, this, stage)
+                        behind = loop.goes_behind(context, this, stage)
                         moved = inter_node_consensus(wires, context, stage, behind)
-            with phase(context, this, "dual"):
+            with loop.phase(context, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
                 admm.forget_duals_(state, settings)
                 this.residuals.update(admm.own_residuals(norms, state))
@@ -394,7 +384,7 @@ def update_duals(
 def end_iteration(
     topology: Topology,
     context: RunContext,
-    this: Round,
+    this: loop.Round,
     stage: Stage,
     loss: float,
     residuals: admm.Residuals | None,
@@ -409,7 +399,7 @@ def end_iteration(
     if estimate and (stage.freeze or this.last or converged):
         estimate = LASTING
     ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
-    record = finish_round(topology, context, this, loss, **ended)
+    record = loop.finish_round(topology, context, this, loss, **ended)
     if not state.consensus_sgd:
         admm.update_penalties(state, settings, residuals)
     return record

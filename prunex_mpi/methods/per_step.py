@@ -26,23 +26,13 @@ from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wire, Wires, reduce_between_nodes_
+from prunex_mpi.core import steps
 from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.alike import see_alike_
 from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_local
 from prunex_mpi.core.state import RunContext, agreeing, wires_of
 from prunex_mpi.core.statistics import average_statistics
-from prunex_mpi.core.steps import (
-    add_loss_,
-    averaging,
-    clip_,
-    finish_average_,
-    forward_backward,
-    loss_sums,
-    share_decay_,
-    step_optimizer_,
-    stops_here,
-)
 from prunex_mpi.methods.exchanges import allocate, code_of
 from prunex_mpi.models.layout import norm, squared_distances
 from prunex_mpi.settings.fields import Settings
@@ -59,7 +49,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
     wires = wires_of(topology, state, context.transport, flat)
     code = code_of(settings.method)
     space = allocate(code, wires.workers, context)
-    with averaging(wire_during_backward(wires, settings), context) as averager:
+    with steps.averaging(wire_during_backward(wires, settings), context) as averager:
         for this in rounds(context):
             with phase(context, this, "local"):
                 loss = train_steps(code, wires, averager, space, context)
@@ -123,8 +113,9 @@ def train_steps(
     """
     state, settings, position = context.state, context.settings, context.state.position
     # Lion's is decoupled: its momentum is on the workers, and the optimizer has none.
-    decayed = share_decay_(context, 0.0 if settings.method.own_decay else settings.weight_decay)
-    losses = loss_sums(context)
+    decay = 0.0 if settings.method.own_decay else settings.weight_decay
+    decayed = steps.share_decay_(context, decay)
+    losses = steps.loss_sums(context)
     started = time.perf_counter()
     prune_(code, wires, context, done=position.iteration - 1)
     start_ = None
@@ -132,18 +123,18 @@ def train_steps(
         start_ = partial(code.start_gradient_, wires, space, context)
     context.problem.model.train()
     while position.step < context.problem.steps:
-        if stops_here(context, losses, started):
+        if steps.stops_here(context, losses, started):
             return None
         context.heartbeat.beat(position.step)
         stepped = time.perf_counter()
-        loss = forward_backward(context, averager, start_)
-        finish_average_(context, averager)
+        loss = steps.forward_backward(context, averager, start_)
+        steps.finish_average_(context, averager)
         with position.clock.computing(state.theta.device):
             average_gradient_(code, wires, space, context)
         state.scaler.unscale_(state.optimizer)
-        clip_(context)
-        step_optimizer_(context, decayed)
-        add_loss_(losses, loss, context)
+        steps.clip_(context)
+        steps.step_optimizer_(context, decayed)
+        steps.add_loss_(losses, loss, context)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)
     return float(losses[0] / losses[1])
