@@ -365,10 +365,7 @@ def check_finite(topology: Topology, context: RunContext) -> None:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in held):
         text = f"weights are not finite after outer iteration {state.position.iteration - 1}"
         problem = UserError(f"{text}; lower --lr or check the data", FAILURE)
-    try:
-        raise_together(topology.world, problem)
-    except UserError as agreed:
-        raise Diverged(str(agreed), agreed.exit_code) from None
+    _raise_together(topology.world, problem)
 
 
 def _not_finite(context: RunContext, loss: float) -> str:
@@ -401,9 +398,14 @@ def _refuse_together(topology: Topology, context: RunContext, problem: str) -> N
             "lower --lr or check the data",
             FAILURE,
         )
+    with agreeing(state, "Allreduce of what went wrong", VERDICT_BYTES):
+        _raise_together(topology.world, failure)
+
+
+def _raise_together(world: MPI.Comm, failure: UserError | None) -> None:
+    """Raise the first rank's failure on all, as Diverged by its code. Collective on `world`."""
     try:
-        with agreeing(state, "Allreduce of what went wrong", VERDICT_BYTES):
-            raise_together(topology.world, failure)
+        raise_together(world, failure)
     except UserError as agreed:
         if agreed.exit_code != FAILURE:
             raise

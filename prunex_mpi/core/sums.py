@@ -29,15 +29,8 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.collectives import (
-    Transport,
-    allreduce_,
-    bcast_,
-    deal_shares_,
-    mpi_buffer,
-    share_ends,
-    spread_shares_,
-)
+from prunex_mpi.comm import collectives
+from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.traffic import Clock
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress import quantise
@@ -161,7 +154,7 @@ def _sum_records_(
     start, stop = run
     payload, workers, mine = coded.payload, between.size, between.rank
     records = coded.records[start:stop]
-    cuts = share_ends(stop - start, workers)
+    cuts = collectives.share_ends(stop - start, workers)
     own, after = start + cuts[mine], start + cuts[mine + 1]
     # An owner's own part of its share needs no code.
     for a, b in ((start, own), (after, stop)):
@@ -169,13 +162,14 @@ def _sum_records_(
     ends = [cut * records.shape[1] for cut in cuts]
     received = coded.received[: (workers - 1) * (after - own)]
     with clock.exchanging(values.device, "Alltoallv"):
-        deal_shares_(between, records.view(-1), ends, received.view(-1), transport, own=False)
+        shares = records.view(-1), ends, received.view(-1)
+        collectives.deal_shares_(between, *shares, transport, own=False)
     total = _run(values, own, after)
     for part in received.split(max(1, after - own)):
         quantise.add_decoded_(part, total, payload)
     quantise.encode_(total, coded.records[own:after], payload)
     with clock.exchanging(values.device, "Allgather"):
-        spread_shares_(between, records.view(-1), ends, transport)
+        collectives.spread_shares_(between, records.view(-1), ends, transport)
 
 
 def _sum_integers_(
@@ -192,10 +186,10 @@ def _sum_integers_(
     integers = coded.records[start:stop].view(-1)
     quantise.block_maxima_(part, maxima)
     with clock.exchanging(values.device, "Allreduce"):
-        allreduce_(between, maxima, transport, MPI.MAX)
+        collectives.allreduce_(between, maxima, transport, MPI.MAX)
     quantise.encode_shared_(part, maxima, coded.levels, integers)
     with clock.exchanging(values.device, "Allreduce"):
-        allreduce_(between, integers, transport)
+        collectives.allreduce_(between, integers, transport)
 
 
 def _broadcast_(
@@ -208,9 +202,9 @@ def _broadcast_(
     pieces = [piece for piece in pieces if piece.numel()]
     if coded.records.device.type == "cuda":
         for piece in pieces:
-            bcast_(node, piece, transport)
+            collectives.bcast_(node, piece, transport)
         return []
-    return [node.Ibcast(mpi_buffer(piece), root=0) for piece in pieces]
+    return [node.Ibcast(collectives.mpi_buffer(piece), root=0) for piece in pieces]
 
 
 def _decode_(coded: Coded, start: int, stop: int, out: Tensor) -> None:

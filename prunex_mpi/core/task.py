@@ -42,16 +42,12 @@ class Task:
     speed: Callable[[Any, float], dict[str, float]]
 
 
-def _right(outputs: Tensor, labels: Tensor) -> int:
-    return int((outputs.argmax(dim=1) == labels).sum())
-
-
 IMAGES = Task(
     unit="images",
     row=1,
     measures=("loss", "accuracy"),
     outcome=lambda loss, right: {"loss": loss, "accuracy": right},
-    right=_right,
+    right=lambda outputs, labels: int((outputs.argmax(dim=1) == labels).sum()),
     losses=lambda loss: loss,
     speed=lambda stream, per_second: {},
 )

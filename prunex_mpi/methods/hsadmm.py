@@ -73,13 +73,7 @@ from prunex_mpi.core.streaming import (
 )
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import squared_distances
-from prunex_mpi.pruning.masks import (
-    apply_factors_,
-    build_factors,
-    factor_views,
-    mask_drift,
-    mask_views_,
-)
+from prunex_mpi.pruning import masks
 from prunex_mpi.settings.fields import Settings
 
 
@@ -176,7 +170,7 @@ def local_computation(
     decayed = share_decay_(context, settings.weight_decay if in_theta else 0.0)
     rho1 = None if state.consensus_sgd else admm.share_pull_(state, settings)
     masked, weights = (
-        factor_views(flat, state.layout, state.groups, state.factors)
+        masks.factor_views(flat, state.layout, state.groups, state.factors)
         for flat in (state.grad, state.theta)
     )
     context.problem.model.train()
@@ -193,16 +187,16 @@ def local_computation(
         state.scaler.unscale_(state.optimizer)
         watch_(context)
         if state.frozen and settings.clip_grad:
-            mask_views_(masked, state.factors)
+            masks.mask_views_(masked, state.factors)
         clip_(context)
         if rho1 is not None:
             admm.add_pull_(state, rho1)
         if state.frozen:
-            mask_views_(masked, state.factors)
+            masks.mask_views_(masked, state.factors)
         step_optimizer_(context, decayed)
         if state.frozen and settings.optimizer == "muon":
             # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
-            mask_views_(weights, state.factors)
+            masks.mask_views_(weights, state.factors)
         add_loss_(losses, loss, context)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)
@@ -286,9 +280,9 @@ def project(
             change_mask(state, mask)
             factors = state.factors
         else:
-            factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
+            factors = masks.build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
             state.mask = mask
-        apply_factors_(z_tilde, state.layout, state.groups, factors)
+        masks.apply_factors_(z_tilde, state.layout, state.groups, factors)
     moved = squared_distances(state.z_node, z_tilde, state.layout) if stage.measured else None
     state.z_node, state.scratch = z_tilde, state.z_node
     return moved
@@ -333,7 +327,7 @@ def stay_apart_(state: State) -> None:
 
     Both are the node's own; z and v are those of the last exchange. Does not communicate.
     """
-    apply_factors_(state.z_node, state.layout, state.groups, state.factors)
+    masks.apply_factors_(state.z_node, state.layout, state.groups, state.factors)
     if state.alone:
         batchnorm.read_plain_(state.bn_modules, state.stats)
         return
@@ -392,7 +386,7 @@ def end_iteration(
 ) -> dict[str, Any]:
     """Note the drift, evaluate, update penalties; return the record. Collective on `world`."""
     state, settings = context.state, context.settings
-    note_drift_(state.position, stage, settings, mask_drift(state.mask, this.mask))
+    note_drift_(state.position, stage, settings, masks.mask_drift(state.mask, this.mask))
     # Once theta is trained on a support that stays, and longer than averages remember, they fit z.
     moves = stage.choose or not state.frozen
     estimate = PASSING if settings.bn == "recalibrate" and moves else ""

@@ -14,13 +14,10 @@ no constant survives) its channels are zero wherever they are read, and the netw
 computes the same. LayerNorm goes on to divide by the original number of channels
 (`models.slim.SlimLayerNorm`).
 
-Why not a library: torch-pruning's dependency graph (1.6) reads autograd's graph and takes every
-operation that it does not know for an element-wise one, so a wrong group shows only as a wrong
-network; it removes channels of LayerNorm, which changes all others; users must rewrite the forward
-pass of attention; it misses the channels that a zero-padded shortcut adds, and it fails on
-ShuffleNet. torch.fx traces symbols: it stops at control flow and knows shapes only after a second
-pass. Running the model itself under a TorchFunctionMode needs neither, and an operation that is
-unknown here pins its channels, which is safe.
+Why not a library: torch-pruning (1.6) takes every operation that it does not know for an
+element-wise one, so a wrong group shows only as a wrong network, and it removes channels of
+LayerNorm, which changes all others; torch.fx stops at control flow. The model itself runs here, and
+an operation that is unknown pins its channels, which is safe.
 """
 
 from collections.abc import Callable
