@@ -87,13 +87,9 @@ def _make_splits(
     splits = []
     for train in (True, False)[: 1 + with_test]:
         going()
-        splits.append((split_name(name, train), make(name, data_dir, train)))
+        title = f"{name} {'train' if train else 'test'}"
+        splits.append((title, make(name, data_dir, train)))
     return [UserSplit(title, data, _labels(title, data, going)) for title, data in splits]
-
-
-def split_name(name: str, train: bool) -> str:
-    """Return what messages call one split."""
-    return f"{name} {'train' if train else 'test'}"
 
 
 def make(name: str, data_dir: str, train: bool) -> Any:

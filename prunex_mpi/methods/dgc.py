@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
-from prunex_mpi.compress import threshold
-from prunex_mpi.compress.sparse import (
-    POSITION_BYTES,
-    check_positions,
-    kept_per_layer,
-    move_whole_,
-    position_bytes,
-)
+from prunex_mpi.compress import sparse, threshold
 from prunex_mpi.core.schedule import steps_taken, total_steps
 from prunex_mpi.core.state import OWN, SHARED, RunContext, State
 from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
@@ -45,7 +38,7 @@ SAMPLE = 0.01
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate the accumulated momentum and what has not been sent yet, and the common momentum."""
-    check_positions(layout)
+    sparse.check_positions(layout)
     return {key: torch.zeros_like(theta) for key in (MOMENTUM, RESIDUAL, COMMON)}
 
 
@@ -55,7 +48,7 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     compressed, whole = threshold.divide(context.state.layout, settings.options.ratio)
     largest = threshold.ratio_in(0, warmup_parts(settings), settings.options.ratio)
     return {
-        **allocate_sparse(wire, theta, sum(kept_per_layer(compressed, largest))),
+        **allocate_sparse(wire, theta, sum(sparse.kept_per_layer(compressed, largest))),
         "whole": theta.new_empty(sum(s.numel for s in whole)),
         "chosen": torch.empty_like(theta, dtype=torch.bool),
     }
@@ -66,7 +59,7 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     state, settings, grad = context.state, context.settings, context.state.grad
     momentum, residual = state.memory[MOMENTUM], state.memory[RESIDUAL]
     compressed, whole = threshold.divide(state.layout, settings.options.ratio)
-    move_whole_(grad, whole, space["whole"])
+    sparse.move_whole_(grad, whole, space["whole"])
     wire.reduce_(space["whole"])
     if compressed:
         threshold.accumulate_(momentum, residual, grad, settings.momentum)
@@ -125,7 +118,7 @@ def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) 
     size, steps = state.theta.element_size(), state.position.steps_done
     parts, whole = threshold.divide(state.layout, settings.options.ratio)
     others = sum(segment.numel for segment in whole) * size + (COUNT_BYTES if parts else 0)
-    return position_bytes(payload - steps * others, size)
+    return sparse.position_bytes(payload - steps * others, size)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
@@ -134,9 +127,9 @@ def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tupl
     dense = sum(s.numel for s in whole)
     if not compressed:
         return dense * size, settings.aggregation
-    count = sum(kept_per_layer(compressed, settings.options.ratio))
+    count = sum(sparse.kept_per_layer(compressed, settings.options.ratio))
     how = f"at most {count:,} values and positions, {dense:,} elements whole"
     if settings.options.warmup_epochs:
         how += "; more in the warm-up"
-    sparse = count * (size + POSITION_BYTES) + COUNT_BYTES
-    return sparse + dense * size, f"{how}, {settings.aggregation}"
+    pairs = count * (size + sparse.POSITION_BYTES) + COUNT_BYTES
+    return pairs + dense * size, f"{how}, {settings.aggregation}"

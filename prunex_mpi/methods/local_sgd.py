@@ -25,13 +25,8 @@ from prunex_mpi.core.state import RunContext, freeze, wires_of
 from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.core.streaming import goes_in_parts, send_part_
+from prunex_mpi.methods import hsadmm
 from prunex_mpi.methods.exchanges import code_of
-from prunex_mpi.methods.hsadmm import (
-    inter_node_consensus,
-    intra_node_consensus,
-    local_computation,
-    project,
-)
 from prunex_mpi.settings.fields import Settings
 
 # With fewer local steps, momentum that is kept and DiLoCo's outer momentum drive each other.
@@ -61,7 +56,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 
             parted = goes_in_parts(context, this, stage)
             with phase(context, this, "local"):
-                loss = local_computation(averager, context, wires if parted else None)
+                loss = hsadmm.local_computation(averager, context, wires if parted else None)
                 if loss is None:
                     return
                 check_divergence(topology, context, loss)
@@ -69,21 +64,21 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             behind = goes_behind(context, this, stage)
             with phase(context, this, "intra"):
                 find_reference_(wires, state)
-                mean = None if parted else intra_node_consensus(node, state, settings)
+                mean = None if parted else hsadmm.intra_node_consensus(node, state, settings)
             if parted:
                 with phase(context, this, "inter"):
                     send_part_(wires, context, settings.fragments, behind)
                     loss = mean_loss(topology.world, state, loss)
             else:
                 with phase(context, this, "project"):
-                    project(leader, node, state, settings, mean, stage)
+                    hsadmm.project(leader, node, state, settings, mean, stage)
                     if stage.freeze:
                         freeze(state, True)
                 with phase(context, this, "inter"):
                     if code is not None:
                         code.exchange_(wires, space, context)
                     else:
-                        inter_node_consensus(wires, context, stage, behind)
+                        hsadmm.inter_node_consensus(wires, context, stage, behind)
                     loss = mean_loss(topology.world, state, loss)
                 with phase(context, this, "dual"):
                     if not behind:

@@ -94,10 +94,6 @@ def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _is_lazy(model: nn.Module) -> bool:
-    return any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers()))
-
-
 def _taken(factory: Callable[..., Any], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return which of `sizes` a factory of models gets: the first, and the others that it takes."""
     try:
@@ -122,7 +118,9 @@ def build(description: Mapping[str, Any]) -> nn.Module:
         module, _, factory = name.partition(":")
         make = getattr(importlib.import_module(module), factory)
         model = make(**_taken(make, inputs.sizes()))
-        if isinstance(model, nn.Module) and _is_lazy(model):
+        if isinstance(model, nn.Module) and any(
+            nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())
+        ):
             training = model.training
             model.eval()
             with torch.no_grad():
