@@ -20,6 +20,7 @@ LayerNorm, which changes all others; torch.fx stops at control flow. The model i
 an operation that is unknown pins its channels, which is safe.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -210,10 +211,13 @@ def _misfits(found: Tensor, along: list[int], dim: int) -> int:
 def _collect(labels: Labels) -> Coupling:
     """Number the removable groups, set after set, and translate labels to their ids."""
     free = _along_one_dimension(labels)
-    places: dict[int, dict[tuple[str, int], int]] = {}
+    # How many slices each removable group has of each parameter along each dimension.
+    places: dict[int, Counter[tuple[str, int]]] = defaultdict(Counter)
     for dim, known in ((0, labels.rows), (1, labels.columns)):
         for name, found in known.items():
-            _find_places(labels, places, (name, dim), found)
+            for root in (labels.root(label) for label in found.tolist() if label > PINNED):
+                if root not in labels.reasons:
+                    places[root][name, dim] += 1
     # Of embeddings those that no layer multiplies by as well.
     transposed = labels.transposed | {n for n in labels.embeddings if not labels.positions[n]}
 
@@ -294,28 +298,14 @@ def _collect(labels: Labels) -> Coupling:
     )
 
 
-def _find_places(
-    labels: Labels,
-    places: dict[int, dict[tuple[str, int], int]],
-    place: tuple[str, int],
-    found: np.ndarray,
-) -> None:
-    """Count in `places` the slices that each removable group has at `place`."""
-    for label in found.tolist():
-        root = labels.root(label) if label > PINNED else PINNED
-        if root != PINNED and root not in labels.reasons:
-            at = places.setdefault(root, {})
-            at[place] = at.get(place, 0) + 1
-
-
 def _pieces(labels: Labels) -> dict[int, list[int]]:
     """Return by group the numbers of the pieces that it is in, none of which may become empty."""
-    found: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = defaultdict(list)
     for number, size in enumerate(labels.pieces):
         roots = labels.roots(size.labels)
         if size.dim in varying(roots):
             for root in np.unique(first_along(roots, size.dim)[size.start : size.stop]).tolist():
-                found.setdefault(root, []).append(number)
+                found[root].append(number)
     return found
 
 

@@ -284,7 +284,8 @@ def find_groups(
                 if coupling.slices(name):
                     scored = name in coupling.positions or name in gammas
                     shape = layout.segments[layer.segment].shape
-                    coupled.append(_couple(name, number, layer, shape, coupling, start, scored))
+                    places = _places_in_mask(layer, shape, coupling.slices(name), start)
+                    coupled.append(CoupledLayer(number, *places, scored))
             start += coupling.total
         for number, (name, layer, usable) in enumerate(candidates):
             if kind in usable:
@@ -366,26 +367,19 @@ def _as_layer(segment: int, weight: Tensor, conv_groups: int = 1) -> PrunableLay
     )
 
 
-def _couple(
-    name: str,
-    number: int,
-    layer: PrunableLayer,
-    shape: tuple[int, ...],
-    coupling: Coupling,
-    start: int,
-    scored: bool,
-) -> CoupledLayer:
-    """Return the places in the mask of the groups of one parameter's slices."""
+def _places_in_mask(
+    layer: PrunableLayer, shape: tuple[int, ...], slices: list[tuple[int, np.ndarray]], start: int
+) -> list[np.ndarray]:
+    """Return the places in the mask of the groups of one parameter's rows and columns."""
     rows = np.full(layer.blocks * layer.rows, -1)
     # The columns of all blocks of a grouped convolution are in the same groups.
     columns = np.full(shape[1:], -1)
-    for dim, ids in coupling.slices(name):
+    for dim, ids in slices:
         if dim == 0:
             rows = ids
         else:
             columns[:] = ids.reshape([-1 if d == dim else 1 for d in range(1, len(shape))])
-    places = [np.where(ids < 0, -1, ids + start) for ids in (rows, columns.reshape(-1))]
-    return CoupledLayer(number, *places, scored)
+    return [np.where(ids < 0, -1, ids + start) for ids in (rows, columns.reshape(-1))]
 
 
 def _why_not(layer: PrunableLayer, kind: str, first: bool, classifier: bool) -> str:
