@@ -79,7 +79,7 @@ def exchange_(wires: Wires, space: Space, context: RunContext) -> None:
     wires.node.broadcast_(everyone.view(-1))
     for message in everyone:
         add_decoded_(message, chunks, state.z, -settings.options.outer_lr)
-        total.add_(_statistics_in(message, chunks))
+        total.add_(message[chunks.extra : chunks.positions].view(STATISTICS))
     batchnorm.as_plain_(modules, total, known)
     batchnorm.write_plain(modules, total)
     state.stats.copy_(total)
@@ -101,10 +101,6 @@ def _fill(weight: float, space: Space, context: RunContext) -> Tensor:
     gap = torch.sub(state.stats, known).mul_(weight).to(STATISTICS)
     message[chunks.extra : chunks.positions].copy_(gap.view(torch.uint8))
     return message
-
-
-def _statistics_in(message: Tensor, chunks: Chunks) -> Tensor:
-    return message[chunks.extra : chunks.positions].view(STATISTICS)
 
 
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
