@@ -53,7 +53,7 @@ class Wire:
             collectives.allreduce_(self.comm, flat, self.transport, op)
 
     def reduce_parts_(self, parts: Sequence[Tensor], ready: Sequence[Callable[[], None]]) -> None:
-        """Reduce the parts of a vector in place, each once the stream `ready`s it; count as one.
+        """Reduce the parts of a vector in place, each after its `ready`, and count them as one.
 
         Waiting for messages begins when the last part is there. Collective on `comm`.
         """

@@ -57,7 +57,7 @@ def layer_records(
 def iteration_record(
     context: RunContext, iteration: int, seconds: dict[str, float], residuals: Residuals | None
 ) -> dict[str, Any]:
-    """Return the part of a metrics.jsonl object that follows from the state; null as there."""
+    """Return what of a metrics.jsonl object follows from the state; null for what there is not."""
     state = context.state
     traffic = state.position.traffic
     penalties = context.settings.method.consensus

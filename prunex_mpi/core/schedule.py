@@ -191,7 +191,7 @@ def total_steps(settings: Settings, steps: int) -> int:
 def recount_steps_(position: Position, settings: Settings, before: int, now: int) -> None:
     """Let the steps done be the same share of the run where outer iterations have `now` steps.
 
-    On the nodes `before` they had as many. Those after the freeze may have a number of their own.
+    They had `before` on other nodes. Those after the freeze may have a number of their own.
     """
     done = position.steps_done
     until = pruning_ends(settings) * before if settings.frozen_local_steps else done

@@ -336,7 +336,7 @@ def stay_apart_(state: State) -> None:
 
 
 def z_arrives(context: RunContext) -> None:
-    """Finish what phase 4, or a part of it, has begun: theta += z - z_i, v += z_i - z. Waits."""
+    """Wait for what phase 4, or a part of it, has begun: theta += z - z_i, v += z_i - z."""
     state, clock = context.state, context.state.position.clock
     started = now(state.theta.device)
     if context.behind is not None:

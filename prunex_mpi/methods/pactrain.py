@@ -263,7 +263,7 @@ def note_trial_(
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
-    """Return the bytes that a worker hands over in a step, and what they are; all stable."""
+    """Return the bytes that a worker hands over in a step once all is stable, and what they are."""
     (ratio,) = settings.keep_ratio
     weights = sum(segment.numel for segment in matrices(layout))
     count = layout.numel - weights + kept_weights(layout, ratio, score_of(settings))
