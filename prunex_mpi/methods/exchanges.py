@@ -87,7 +87,7 @@ def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Te
     """Allocate what the method remembers, as it is before the first step.
 
     Names begin with OWN, EACH or SHARED (`core/state.py`). `own.` tensors have theta's dtype and
-    device, `shared.` tensors any; all are contiguous. Raises UserError for a layout without use for it.
+    device, `shared.` tensors any; all are contiguous. Raises UserError for unsuited layouts.
     """
     if settings.method.outer_step:
         return outer_memory(theta)
