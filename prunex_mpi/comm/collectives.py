@@ -134,12 +134,8 @@ def staged(
     `flat` itself where nothing is staged; else stretches of whole buckets, of which the next one is
     copied while the caller is busy. `fetch` and `back` say which way to copy.
     """
-    for operand, _ in staged_parts([flat], [_at_once], transport, fetch, back):
+    for operand, _ in staged_parts([flat], [lambda: None], transport, fetch, back):
         yield operand
-
-
-def _at_once() -> None:
-    """Wait for nothing."""
 
 
 def staged_parts(
@@ -163,7 +159,7 @@ def staged_parts(
     for part, wait in zip(parts, ready, strict=True):
         cut = part.split(fit * max(1, transport.bucket_bytes // part.element_size()))
         stretches += cut
-        waits += [wait] + [_at_once] * (len(cut) - 1)
+        waits += [wait] + [lambda: None] * (len(cut) - 1)
     # A stretch shares its memory with the one before the last.
     operands = [
         _shaped(transport.staging[number % 2], stretch) for number, stretch in enumerate(stretches)

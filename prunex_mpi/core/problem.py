@@ -214,7 +214,7 @@ def _try_compiler(device: torch.device) -> None:
 
 def broadcast_weights_(world: MPI.Comm, model: torch.nn.Module, transport: Transport) -> None:
     """Make rank 0's parameters and buffers everyone's. Collective on `world`."""
-    for tensor in _tensors(model):
+    for tensor in (*model.parameters(), *model.buffers()):
         broadcast_tensor_(world, tensor.detach(), transport)
 
 
@@ -250,14 +250,10 @@ def lr_scale_of(settings: Settings, ranks: int) -> float:
     return {"linear": float(ranks), "sqrt": ranks**0.5}.get(settings.lr_scaling, 1.0)
 
 
-def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
 def _digest(model: torch.nn.Module) -> int:
     """Return 64 bits that differ when the weights differ in any bit."""
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in _tensors(model):
+    for tensor in (*model.parameters(), *model.buffers()):
         # Bytes, since numpy knows no bfloat16.
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return int.from_bytes(digest.digest(), "little")

@@ -55,11 +55,6 @@ def model_names() -> list[str]:
     )
 
 
-def names_for(inputs: Inputs) -> list[str]:
-    """Return a few names of models that fit `inputs`."""
-    return list(GPT_SIZES) if isinstance(inputs, Tokens) else [*OF_OUR_OWN[:3], SMALL_VIT]
-
-
 def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
     """Return the description of a network for `standalone.build`; raise as `build_model` does.
 
@@ -77,9 +72,10 @@ def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
             USAGE,
         )
     elif not isinstance(inputs, Images if gpt_shape(name) is None else Tokens):
+        some = GPT_SIZES if isinstance(inputs, Tokens) else (*OF_OUR_OWN[:3], SMALL_VIT)
         raise UserError(
-            f"model {name} does not fit {inputs.text()}: choose one of "
-            f"{', '.join(names_for(inputs))}, or package.module:factory",
+            f"model {name} does not fit {inputs.text()}: choose one of {', '.join(some)}, or "
+            "package.module:factory",
             USAGE,
         )
     if _is_torchvision_resnet(name):

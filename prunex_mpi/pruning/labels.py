@@ -310,13 +310,7 @@ def first_along(labels: Tensor, dim: int) -> np.ndarray:
 
 def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
     """Yield the tensors in nested arguments or results."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-        elif isinstance(value, dict):
-            yield from tensors_in(value.values())
+    return (leaf for leaf in flatten(list(values)) if isinstance(leaf, Tensor))
 
 
 def by_position(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
