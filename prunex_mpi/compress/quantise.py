@@ -13,12 +13,10 @@ and 7, so nothing has to be clamped. s is at least 2^-126, so that 1 / s is fini
 zeros needs no case of its own.
 
 int2: the nearest of +-20 s and +-68 s, with s = 0.0225 times the block's root mean square: 0.45 and
-1.53 standard deviations, where Lloyd and Max have 0.4528 and 1.510 for a Gaussian. It needs no
-refit by least squares, which would win 1 % of the squared error of Gaussian and 2 % of that of
-Laplace blocks: |v - decoded|^2 <= 0.95 |v|^2 always. The proof: with x = |v| / 20 s the square
-falls by (20 s)^2 f(x) per value, f(x) = 2x - 1 below 2.2 and 6.8x - 11.56 from there on. Of all
-blocks with the same sum of x^2, that with a single value differing from 0 has the least sum of f,
-which is positive for blocks of 128.
+1.53 standard deviations, where Lloyd and Max have 0.4528 and 1.510 for a Gaussian. A refit by least
+squares would win 1 to 2 % of the squared error; |v - decoded|^2 <= 0.95 |v|^2 always. For with x =
+|v| / 20 s the square falls by (20 s)^2 f(x) per value, f(x) = 2x - 1 below 2.2 and 6.8x - 11.56
+above; of blocks with the same sum of x^2 one with a single value has the least sum of f, above 0.
 
 Everything passes through a tile of values that stays in the cache. int4 pairs the first half of a
 block with its second half, one byte being lo + 16 hi; int2 puts four neighbours into a byte by way
