@@ -59,5 +59,5 @@ def _energies_left(
         return flat.to("cpu", copy=True)
     # Groups of a further kind are chosen among what the kinds before it left.
     first = selections is state.groups.kinds[0]
-    factors = None if first else build_factors(mask, state.groups, flat.device, flat.dtype)
+    factors = () if first else build_factors(mask, state.groups, flat.device, flat.dtype)
     return group_energies(flat, state.layout, state.groups, selections, factors)

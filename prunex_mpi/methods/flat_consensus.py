@@ -34,7 +34,7 @@ from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
-from prunex_mpi.pruning.masks import Factors, apply_factors_
+from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.settings.fields import Settings
 
 
@@ -84,7 +84,7 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     candidate = admm.sum_candidate(state)
     state.z_node, state.scratch = candidate, state.z_node
     if not state.frozen:
-        state.factors = Factors(())
+        state.factors = ()
     counted = fill_message_(wires.workers, wires.node, state, settings.payload)
     leader = wires.workers
     ways = leader.comm, wires.node.comm, state, leader.transport, leader.clock

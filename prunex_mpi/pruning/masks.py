@@ -4,7 +4,6 @@ Masks are bool arrays on the host, one entry per group: they are small, decision
 and they are sent as packed bits. Tensors are multiplied by 0/1 factors on their own device.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -27,11 +26,8 @@ class LayerFactors(NamedTuple):
     gone: Tensor | None
 
 
-@dataclass(frozen=True)
-class Factors:
-    """The 0/1 factors of a mask, for the layers that do not keep everything."""
-
-    entries: tuple[LayerFactors, ...]
+# Those of a mask, for the layers that do not keep everything.
+Factors = tuple[LayerFactors, ...]
 
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -87,7 +83,7 @@ def build_factors(
             by_column and by_column[0].view(blocks, 1, -1),
         )
         entries.append(LayerFactors(number, *factors, by_row and by_row[1]))
-    return Factors(tuple(entries))
+    return tuple(entries)
 
 
 def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> None:
@@ -97,12 +93,12 @@ def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factor
 
 def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:
     """Return the view of `flat` that each entry of `factors` masks, for use with `mask_views_`."""
-    return [gemm_view(flat, layout, groups.layers[entry.layer]) for entry in factors.entries]
+    return [gemm_view(flat, layout, groups.layers[entry.layer]) for entry in factors]
 
 
 def mask_views_(views: list[Tensor], factors: Factors) -> None:
     """Multiply each view of `factor_views` by its factors in place."""
-    for view, entry in zip(views, factors.entries, strict=True):
+    for view, entry in zip(views, factors, strict=True):
         if entry.columns is not None:
             view.mul_(entry.columns)
         if entry.rows is None:

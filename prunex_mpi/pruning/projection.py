@@ -41,14 +41,14 @@ def group_energies(
     layout: Layout,
     groups: Groups,
     selections: tuple[Selection, ...],
-    factors: Factors | None = None,
+    factors: Factors = (),
 ) -> Tensor:
     """Return the sum of squares of every group of one kind, or the score of coupled groups.
 
     Of `flat`, masked by `factors`. 1-D of its dtype, on the host, in the order of the mask.
     """
     views = gemm_views(flat, layout, groups)
-    masks = {entry.layer: entry for entry in (factors.entries if factors else ())}
+    masks = {entry.layer: entry for entry in factors}
     if selections[0].kind == "coupled":
         return _coupled_scores(views, masks, groups, selections)
     energies = []
