@@ -29,13 +29,7 @@ from prunex_mpi.comm.traffic import NOTHING, Clock
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.evaluation import add_z_
 from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, SHARED, Part, State, agreeing
-from prunex_mpi.core.sums import (
-    allocate_coded,
-    coded_bytes,
-    first_blocks,
-    sum_coded_,
-    whole_blocks,
-)
+from prunex_mpi.core.sums import allocate_coded, coded_bytes, first_blocks, sum_coded_, whole_blocks
 from prunex_mpi.models import batchnorm
 from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_

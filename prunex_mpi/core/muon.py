@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.layout import Layout, Segment
 
-LAYERS = (
-    *(nn.Linear, nn.MultiheadAttention),
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-)
+LAYERS = (*(nn.Linear, nn.MultiheadAttention), *(nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
 
 def require_muon() -> None:

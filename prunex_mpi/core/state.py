@@ -361,11 +361,7 @@ def agreeing(state: State, name: str, nbytes: int) -> AbstractContextManager[Non
 
 
 def build_state(
-    model: nn.Module,
-    layout: Layout,
-    groups: Groups,
-    settings: Settings,
-    whole: Whole | None = None,
+    model: nn.Module, layout: Layout, groups: Groups, settings: Settings, whole: Whole | None = None
 ) -> State:
     """Allocate the variables; without `whole` nothing has been taken out of the model."""
     theta, grad = flatten_(model, layout)

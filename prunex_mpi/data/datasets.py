@@ -245,11 +245,7 @@ def _streams(
 
 
 def _refuse_too_large(
-    source: Source,
-    train_samples: int | None,
-    test_samples: int | None,
-    part: Part,
-    share: float,
+    source: Source, train_samples: int | None, test_samples: int | None, part: Part, share: float
 ) -> None:
     """Raise UserError when images can't fit into `share` of the memory: here, or on a GPU."""
     image = 3 * source.image_size**2

@@ -366,10 +366,7 @@ def read_headers(path: str, going: Callable[[], None]) -> Headers:
     classes: dict[str, int] = {}
     dotted: list[str] = []
     try:
-        with (
-            open_regular(path) as file,
-            tarfile.open(mode="r:", fileobj=_InBounds(file)) as tar,
-        ):
+        with open_regular(path) as file, tarfile.open(mode="r:", fileobj=_InBounds(file)) as tar:
             total = os.fstat(file.fileno()).st_size
             for number, member in enumerate(tar):
                 if number % BETWEEN == 0:

@@ -34,13 +34,7 @@ from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.message import arrive_, exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.removal import remove_dropped_
-from prunex_mpi.core.schedule import (
-    Stage,
-    find_stage,
-    local_steps,
-    may_stop,
-    note_drift_,
-)
+from prunex_mpi.core.schedule import Stage, find_stage, local_steps, may_stop, note_drift_
 from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
     KNOWN,
@@ -252,12 +246,7 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
 
 
 def project(
-    leader: Wire,
-    node: Wire,
-    state: State,
-    settings: Settings,
-    z_tilde: Tensor,
-    stage: Stage,
+    leader: Wire, node: Wire, state: State, settings: Settings, z_tilde: Tensor, stage: Stage
 ) -> np.ndarray | None:
     """Set z_i to the projection of z_tilde (Eq. 10), whose memory it takes over.
 

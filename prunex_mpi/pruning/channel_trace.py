@@ -27,15 +27,7 @@ from prunex_mpi.models.slim import (
 )
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
-from prunex_mpi.pruning.labels import (
-    NUMBER,
-    PINNED,
-    Labels,
-    Site,
-    by_position,
-    mixes,
-    tensors_in,
-)
+from prunex_mpi.pruning.labels import NUMBER, PINNED, Labels, Site, by_position, mixes, tensors_in
 
 # --------------------------------------------------------------------------------------------------
 # Where a forward pass is

@@ -73,12 +73,7 @@ def add_gradients_(
 
 
 def add_hessian_products_(
-    total: Tensor,
-    direction: Tensor,
-    layout: Layout,
-    model: nn.Module,
-    loss: Loss,
-    batches: Batches,
+    total: Tensor, direction: Tensor, layout: Layout, model: nn.Module, loss: Loss, batches: Batches
 ) -> None:
     """Add H d of each batch to `total`, d = `direction`, by differentiating ∇L^T d.
 
