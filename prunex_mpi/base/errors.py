@@ -37,11 +37,7 @@ def one_line(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes for what a terminal would not show but obey, or not take at all.
-
-    Names of files and classes come from others: control characters, line ends, marks that reverse
-    the direction of writing, bytes that are no UTF-8.
-    """
+    """Return `text` with escapes for what a terminal would not show but obey, or not take."""
     if text.isprintable():
         return text
     escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -63,10 +59,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def meant(word: str, valid: Iterable[str], otherwise: str = "") -> str:
-    """Return "; did you mean X?" with the valid word that looks like `word`.
-
-    Returns `otherwise` where none is near enough that it was probably meant.
-    """
+    """Return "; did you mean X?" with the valid word that looks like `word`, else `otherwise`."""
     plain = {_plain(name): name for name in valid}
     found = difflib.get_close_matches(_plain(word), plain, 1, NEAR)
     if not found:

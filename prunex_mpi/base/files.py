@@ -64,10 +64,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 def read_record(
     path: Path, size: int | None = None, going: Callable[[], None] = lambda: None
 ) -> FileRecord:
-    """Return the record of a file, or of its first `size` bytes; raise OSError.
-
-    `going` is called for each piece that is read.
-    """
+    """Return the record of a file, or of its first `size` bytes; raise OSError."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     crc32, done = 0, 0
     with open(path, "rb", buffering=0, opener=plain_only) as file:
@@ -84,10 +81,7 @@ def read_record(
 def while_growing(
     files: Callable[[], Iterable[Path]], going: Callable[[], None], fetch: Callable[[], T]
 ) -> T:
-    """Return `fetch()`, done by a thread; call `going` as often as `files()` have grown together.
-
-    Who waits for another process that fetches them sees them grow as well.
-    """
+    """Return `fetch()`, done by a thread; call `going` whenever `files()` have grown together."""
 
     def size_of(path: Path) -> int:
         # One that was there a moment ago may have got its last name.
@@ -107,10 +101,7 @@ def while_growing(
 
 
 def remove_folder(folder: Path, going: Callable[[], None]) -> None:
-    """Remove a folder with all that is in it, and call `going` for each file; raise OSError.
-
-    One that is a link is refused.
-    """
+    """Remove a folder, no link, with all in it, and call `going` for each file; raise OSError."""
     if not folder.is_symlink():
         with os.scandir(folder) as entries:
             files = [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]
@@ -121,18 +112,12 @@ def remove_folder(folder: Path, going: Callable[[], None]) -> None:
 
 
 def no_links(path: str, flags: int) -> int:
-    """Open a file for `open(..., opener=no_links)`, through no link; raise OSError for one.
-
-    In a folder that others may write to, a link may lead to any file of the user's.
-    """
+    """Open a file for `open(..., opener=no_links)`, through no link; raise OSError for one."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def plain_only(path: str, flags: int) -> int:
-    """Open a file for `open(..., opener=plain_only)`; raise OSError for a pipe or a device.
-
-    Opening a pipe that nobody writes to would wait for ever.
-    """
+    """Open a file for `open(..., opener=plain_only)`; raise OSError for a pipe or a device."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -155,10 +140,7 @@ def touch(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace `path` by a file of `text` in one atomic step that survives a crash.
-
-    Several processes may do so at a time, on several machines: the last one's stays.
-    """
+    """Replace `path` by a file of `text` in one atomic step that survives a crash."""
     temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
     try:
         # What a crash has left, or a link that somebody else has put there.
@@ -191,9 +173,7 @@ def write_json(path: str, value: Any) -> None:
 def prepare_file(flag: str, path: str) -> None:
     """Raise UserError unless the file that `--flag` names can be written; "" names none.
 
-    A file that was not there is not there afterwards: an empty one would look like a result.
-    Several processes may ask at a time for one file: who has made it removes it, and to the others
-    it may be there or not.
+    A file that was not there is not there afterwards. Several processes may ask at a time.
     """
     if not path:
         return

@@ -32,11 +32,7 @@ class Heartbeat:
         self.beats += 1
 
     def go_on(self) -> None:
-        """Note progress that is no step: ranks may make more or less of it in the same phase.
-
-        Call it only where something was done that brings the end nearer: a loop that reads the same
-        again and again must look like one that hangs.
-        """
+        """Note progress that is no step; only where the end is nearer than before."""
         self.beats += 1
 
     def describe(self) -> str:

@@ -50,11 +50,9 @@ def check_named(
 ) -> None:
     """Raise UserError unless the user has named the function `name`, which comes from a file.
 
-    Importing a module runs its code, and the function is called. `name` is that of a setting
-    `what`, package.module:function or any other, which is no module; `given` are names that the
-    user has given; `where` describes the file. Not `whole`, another function of the module will do:
-    where one flag can't name all there are. A module inside `folder`, which is read, is refused in
-    any case.
+    `name` is that of a setting `what`, package.module:function or any other, which is no module;
+    `given` are names that the user has given; `where` describes the file. Not `whole`, another
+    function of the module will do. A module inside `folder`, which is read, is refused anyway.
     """
     module, colon, _ = name.partition(":")
     if not colon:
@@ -87,10 +85,7 @@ def _is_inside(module: str, folder: Path) -> bool:
 
 
 def check_foreign(names: Mapping[str, str], argv: Iterable[str], run_dir: str) -> None:
-    """Raise UserError for functions, by setting, that files alone name and the flags do not.
-
-    `run_dir` is the folder of a run that goes on, or "".
-    """
+    """Raise UserError for functions, by setting, that the files of a run alone name, not flags."""
     given = {word.partition("=")[2] if word.startswith("--") else word for word in argv}
     for what, name in names.items():
         folder = Path(run_dir) if run_dir else None

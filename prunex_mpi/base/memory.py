@@ -12,11 +12,7 @@ CGROUP_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # of versi
 def memory_limit(
     environment: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> tuple[int, str]:
-    """Return the lowest limit in bytes and in words whose it is.
-
-    The machine's memory, what Slurm gives the job on it, or the cgroup's limit. `root` is where
-    proc and sys lie.
-    """
+    """Return the lowest limit in bytes and in words whose it is; `root` holds proc and sys."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([(machine, "this machine has"), *_of_slurm(environment), *_of_cgroups(root)])
 

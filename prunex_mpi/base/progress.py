@@ -27,10 +27,7 @@ BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}{postfi
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is: outer iterations, local steps in all, data of all ranks in a step.
-
-    Data are counted in `unit`.
-    """
+    """How long a run is: outer iterations, local steps in all, data (`unit`) of all in a step."""
 
     iterations: int
     steps: int
@@ -61,12 +58,8 @@ class Progress:
         if not self.enabled:
             return
         if mode == "on" or sys.stderr.isatty():
-            self.bar = tqdm(
-                total=length.iterations,
-                file=sys.stderr,
-                bar_format=BAR_FORMAT,
-                mininterval=BAR_S,
-            )
+            options = {"bar_format": BAR_FORMAT, "mininterval": BAR_S}
+            self.bar = tqdm(total=length.iterations, file=sys.stderr, **options)
             # What is logged meanwhile goes above the bar.
             self.exits.enter_context(logging_redirect_tqdm([log]))
         self.watcher = threading.Thread(target=self._watch, name="progress", daemon=True)
@@ -81,10 +74,7 @@ class Progress:
             self.bar.refresh()
 
     def update(self, record: dict[str, Any], steps: int, now_steps: int) -> None:
-        """Show the metrics of an outer iteration, after which `steps` of the run lie behind.
-
-        The next one will have `now_steps` of them.
-        """
+        """Show the metrics of an outer iteration, after `steps` of the run; `now_steps` follow."""
         if not self.enabled:
             return
         taken, now = steps - self.steps, time.monotonic()

@@ -77,18 +77,12 @@ LOSS = Measure("loss", "loss", "nats per token", "nats", "lowest loss", 1, 4, Fa
 
 
 def measure_of(record: Mapping[str, Any]) -> Measure:
-    """Return what networks are judged by: the accuracy, or of text the loss, which has none.
-
-    `record` is a line of metrics.jsonl, or a summary.json.
-    """
+    """Return what networks are judged by in metrics.jsonl or summary.json: accuracy, or loss."""
     return ACCURACY if "test_accuracy" in record else LOSS
 
 
 def reached(record: Mapping[str, Any], which: str) -> str:
-    """Return what an evaluation on the images or the text `which` (test, val) came to, as text.
-
-    "" where there was none.
-    """
+    """Return what an evaluation on data `which` (test, val) came to, as text, "" for none."""
     measure = measure_of(record)
     value = record.get(f"{which}_{measure.key}")
     if value is None:

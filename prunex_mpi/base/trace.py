@@ -49,12 +49,7 @@ class Trace:
     events: deque[Event] = field(default_factory=deque)
 
     def note(
-        self,
-        category: str,
-        name: str,
-        start: float,
-        end: float,
-        args: Mapping[str, int],
+        self, category: str, name: str, start: float, end: float, args: Mapping[str, int]
     ) -> None:
         """Add an event."""
         self.events.append(Event(category, name, start, end, args))
@@ -81,8 +76,8 @@ class Trace:
 
 def label(rank: int, name: str) -> list[str]:
     """Return the events that name a rank and its threads."""
-    named = [("process_name", MAIN, name), ("thread_name", MAIN, "main")]
-    named += [("thread_name", HELPER, "helper")]
+    named = [("process_name", MAIN, name)]
+    named += [("thread_name", MAIN, "main"), ("thread_name", HELPER, "helper")]
     events = [
         {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": {"name": text}}
         for kind, thread, text in named

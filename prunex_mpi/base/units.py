@@ -8,10 +8,9 @@ GIB = 2**30
 def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
     """Return the bytes that one of `workers` sends for `operand` bytes by a ring algorithm.
 
-    (W - 1)/W of the operand per pass around the ring: two passes for an Allreduce (Reduce-scatter,
-    then Allgather), one for a Reduce or a Bcast (pipelined, the mean over the workers) and for an
-    Allgather, whose operand is what all workers together contribute. The ranks of a node are
-    neighbours in the ring, so this is also what leaves a node, however many of its ranks are in it.
+    (W - 1)/W of the operand per pass around the ring: two passes for an Allreduce, one for a Reduce
+    or a Bcast (the mean over the workers) and for an Allgather, whose operand is what all
+    contribute. The ranks of a node are neighbours, so this is also what leaves a node.
     """
     return passes * (workers - 1) * operand // workers
 
@@ -19,8 +18,7 @@ def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
 def dealt_bytes(workers: int, inside: int, operand: int, passes: int = 0) -> int:
     """Return the bytes that leave a node with `inside` of the `workers`, each dealing `operand`.
 
-    Each worker sends every other one a share of its own (Alltoall), which no ring makes less: all
-    shares for workers of other nodes leave the node. Then so many `passes` around the ring.
+    By an Alltoall, which no ring makes less; then so many `passes` around the ring.
     """
     return (inside * (workers - inside) + passes * (workers - 1)) * operand // workers
 

@@ -26,10 +26,7 @@ class _FailedElsewhere(Exception):
 
 
 def gather_text(world: MPI.Comm, text: str) -> list[str]:
-    """Return every rank's text on rank 0 and an empty list elsewhere. Collective on `world`.
-
-    Plain bytes rather than pickled objects, so that nothing received is ever executed.
-    """
+    """Return every rank's text on rank 0 and an empty list elsewhere. Collective on `world`."""
     data = np.frombuffer(_encode(text), dtype=np.uint8)
     counts = np.zeros(world.size, dtype=np.int64)
     world.Gather(np.array([data.size], dtype=np.int64), counts, root=0)
@@ -64,8 +61,7 @@ def _decode(data: np.ndarray) -> str:
 def raise_together(world: MPI.Comm, error: UserError | None) -> None:
     """Raise the lowest rank's error on every rank, or return when none has one.
 
-    Collective on `world`: a rank without an error passes None. It turns what went wrong on one rank
-    into the same one-line end of the job everywhere, with no rank left waiting.
+    Collective on `world`: a rank without an error passes None.
     """
     mine = world.size if error is None else world.rank
     first = np.array([mine], dtype=np.int64)
@@ -98,10 +94,9 @@ def run_collectively_while(
 ) -> T:
     """Return `action(going)` or raise the first rank's UserError everywhere. Collective on `world`.
 
-    The action takes long and calls `going()` as it goes on. `beat` is called then; and where a
-    rank is done sooner, as often as all others have gone on, so that only a rank that hangs looks
-    like one. Where one has failed the others are stopped in `going()`. Rounds of Iallreduce tell,
-    in which nobody waits.
+    The action takes long and calls `going()` as it goes on. `beat` is called then; and where a rank
+    is done sooner, as often as all others have gone on. Where one has failed the others are stopped
+    in `going()`. Rounds of Iallreduce tell, in which nobody waits.
     """
     mine, everyone = np.zeros(1, dtype=np.int8), np.zeros(1, dtype=np.int8)
     request: MPI.Request | None = None
@@ -162,11 +157,7 @@ def digests_agree(comm: MPI.Comm, digest: int) -> bool:
 
 
 def sum_alike_(world: MPI.Comm, values: np.ndarray) -> None:
-    """Add up over all ranks, in place. Collective on `world`.
-
-    The result is broadcast from rank 0: MPI does not promise the same bits on every rank, which
-    matters where something is decided on them.
-    """
+    """Add up over all ranks, in place; all get rank 0's bits. Collective on `world`."""
     world.Allreduce(MPI.IN_PLACE, values, op=MPI.SUM)
     world.Bcast(values, root=0)
 
@@ -190,8 +181,8 @@ TAG = 7
 def seconds_ahead(world: MPI.Comm) -> float:
     """Return by how much this rank's `time.perf_counter` is ahead of world rank 0's.
 
-    By the shortest of several round trips with rank 0, half of which is the most that it can be
-    wrong by; 0 where the clocks can't be told apart, as on one machine. Collective on `world`.
+    By the shortest of several round trips; 0 where that can't tell the clocks apart. Collective on
+    `world`.
     """
     mine = np.zeros(1)
     if world.rank:

@@ -67,7 +67,7 @@ def exchanging_behind(
     """Have a helper thread for the time of the block, where one is `wanted`.
 
     Raises UserError on every rank where MPI does not allow several threads. Collective on `world`,
-    `node` and `leader`, at both ends: it ends the same on every rank, or the job is ended anyway.
+    `node` and `leader`, at both ends.
     """
     if not wanted:
         yield None

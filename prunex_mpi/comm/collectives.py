@@ -49,7 +49,6 @@ class Transport:
     """How tensors reach MPI: bucket size in bytes and, where they are staged, two host buckets.
 
     Between nodes a bucket has `piece_bytes` for each of them, where that is less; 0: as all others.
-    What is staged at a time may be several buckets.
     """
 
     bucket_bytes: int
@@ -64,10 +63,7 @@ HOST = Transport(0)
 def build_transport(
     device: torch.device, bucket_mib: float, mpi_buffers: str, piece_kib: int = 0
 ) -> Transport:
-    """Allocate what `mpi_buffers` (device | host) needs for tensors on `device`.
-
-    Device buffers have no pieces: an interconnect that takes them waits for no answers.
-    """
+    """Allocate what `mpi_buffers` (device | host) needs for tensors on `device`."""
     bucket_bytes = max(8, int(bucket_mib * MIB) // 8 * 8)
     if device.type == "cpu":
         return Transport(bucket_bytes, None, piece_kib * KIB)
@@ -102,10 +98,7 @@ def for_another_thread(transport: Transport) -> Transport:
 
 
 def within_reach(transport: Transport, rows: Tensor) -> Transport:
-    """Return a transport that copies buckets of `rows` [ranks, n] whose last is too far for MPI.
-
-    To and from memory of their own device, if they are not staged anyway.
-    """
+    """Return a transport that copies buckets of `rows` [ranks, n] whose last is too far for MPI."""
     if transport.staging is not None or rows.numel() <= FARTHEST:
         return transport
     first = torch.empty(transport.bucket_bytes, dtype=torch.uint8, device=rows.device)
@@ -113,7 +106,7 @@ def within_reach(transport: Transport, rows: Tensor) -> Transport:
 
 
 def mpi_buffer(tensor: Tensor) -> list:
-    """Return the MPI buffer of a contiguous tensor without copying; refuse unknown dtypes.
+    """Return the MPI buffer of a tensor without copying.
 
     Raises TypeError for a dtype whose reduction is not known to be right, ValueError for a tensor
     that is not contiguous.
@@ -139,14 +132,10 @@ def staged(
     """Yield memory that MPI gets with the values of `flat`, and keep what is in it afterwards.
 
     `flat` itself where nothing is staged; else stretches of whole buckets, of which the next one is
-    copied to the host while the caller is busy. `fetch` and `back` say which way to copy.
+    copied while the caller is busy. `fetch` and `back` say which way to copy.
     """
-    for operand, _ in staged_parts([flat], [_at_once], transport, fetch, back):
+    for operand, _ in staged_parts([flat], [lambda: None], transport, fetch, back):
         yield operand
-
-
-def _at_once() -> None:
-    """Wait for nothing."""
 
 
 def staged_parts(
@@ -158,8 +147,7 @@ def staged_parts(
 ) -> Iterator[tuple[Tensor, bool]]:
     """Yield the same of several parts of a vector, and whether it is the last, one after the other.
 
-    `ready` has the current stream wait for the values of a part, without waiting itself: so the
-    first stretch of a part is on its way while the caller is busy with the part before.
+    `ready` has the current stream wait for the values of a part, without waiting itself.
     """
     if transport.staging is None:
         for number, (part, wait) in enumerate(zip(parts, ready, strict=True), 1):
@@ -171,7 +159,7 @@ def staged_parts(
     for part, wait in zip(parts, ready, strict=True):
         cut = part.split(fit * max(1, transport.bucket_bytes // part.element_size()))
         stretches += cut
-        waits += [wait] + [_at_once] * (len(cut) - 1)
+        waits += [wait] + [lambda: None] * (len(cut) - 1)
     # A stretch shares its memory with the one before the last.
     operands = [
         _shaped(transport.staging[number % 2], stretch) for number, stretch in enumerate(stretches)
@@ -195,8 +183,7 @@ def staged_parts(
 def host_memory(transport: Transport, *parts: Tensor) -> tuple[Tensor, ...]:
     """Return memory that MPI gets in place of one or two `parts`, each of about one bucket.
 
-    The parts themselves where nothing is staged; else memory of the same shapes and types, in
-    which nothing is yet.
+    The parts themselves where nothing is staged: to copy to and from them then does nothing.
     """
     if transport.staging is None:
         return parts
@@ -258,9 +245,9 @@ def allreduce_then_bcast_(
 ) -> float:
     """Sum `flat` over the nodes and hand the sum to every rank of each node, bucket by bucket.
 
-    Collective on `leader` (where it is not MPI.COMM_NULL), then on `node`. What others than leaders
-    pass in is overwritten. The broadcast of a bucket overlaps the reduction of the one behind it,
-    except for device memory. Returns the seconds that the broadcasts were waited for.
+    Collective on `leader` (where it is not MPI.COMM_NULL), then on `node`. The broadcast of a
+    bucket overlaps the reduction of the one behind it, except for device memory. Returns the
+    seconds that the broadcasts were waited for.
     """
     leads = leader != MPI.COMM_NULL and leader.size > 1
     if not leads and node.size == 1:
@@ -291,8 +278,7 @@ def allreduce_then_bcast_(
 def hierarchical_sum_(leader: MPI.Comm, node: MPI.Comm, values: np.ndarray) -> None:
     """Add a small host array over all ranks: node Reduce, leader Allreduce, node Bcast.
 
-    Collective on `node` and, on its leaders, on `leader`. All ranks of a node receive the same
-    bits.
+    Collective on `node` and, on its leaders, on `leader`.
     """
     total = np.empty_like(values)
     node.Reduce(values, total, op=MPI.SUM, root=0)
@@ -334,19 +320,16 @@ def allgatherv_(
 ) -> None:
     """Gather `counts[r]` elements of each rank r, one behind the other, into `everyone`.
 
-    `mine` holds this rank's; all of them fit into one bucket, and `everyone` may be longer.
-    Collective on `comm`.
+    All of them fit into one bucket, and `everyone` may be longer. Collective on `comm`.
     """
     target = everyone[: sum(counts)]
     if comm.size == 1:
         target.copy_(mine)
         return
     sent, received = host_memory(transport, mine, target)
-    if sent is not mine:
-        sent.copy_(mine)
+    sent.copy_(mine)
     comm.Allgatherv(mpi_buffer(sent), _stretches(received, counts))
-    if received is not target:
-        target.copy_(received)
+    target.copy_(received)
 
 
 def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
@@ -372,19 +355,13 @@ def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) 
 def shift_(
     comm: MPI.Comm, mine: Tensor, to: int, received: Tensor, source: int, transport: Transport
 ) -> None:
-    """Send `mine` to rank `to` while as much comes from rank `source` into `received`.
-
-    One Sendrecv per bucket. All ranks of `comm` call it together, so that each that is sent to
-    receives.
-    """
+    """Send `mine` to rank `to` while as much comes from rank `source`. Collective on `comm`."""
     pairs = zip(buckets(mine, transport), buckets(received, transport), strict=True)
     for part, target in pairs:
         leaving, coming = host_memory(transport, part, target)
-        if leaving is not part:
-            leaving.copy_(part)
+        leaving.copy_(part)
         comm.Sendrecv(mpi_buffer(leaving), to, recvbuf=mpi_buffer(coming), source=source)
-        if coming is not target:
-            target.copy_(coming)
+        target.copy_(coming)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -418,14 +395,12 @@ def deal_shares_(
     if not own:
         leaving[comm.rank] = arriving[comm.rank] = 0
     sent, coming = host_memory(transport, operand, received)
-    if sent is not operand:
-        sent.copy_(operand)
+    sent.copy_(operand)
     if alike:
         comm.Alltoall(mpi_buffer(sent), mpi_buffer(coming))
     else:
         comm.Alltoallv(_stretches(sent, leaving, ends), _stretches(coming, arriving))
-    if coming is not received:
-        received.copy_(coming)
+    received.copy_(coming)
 
 
 def spread_shares_(
@@ -444,15 +419,14 @@ def spread_shares_(
         comm.Allgather(MPI.IN_PLACE, mpi_buffer(everyone))
     else:
         comm.Allgatherv(MPI.IN_PLACE, _stretches(everyone, counts))
-    if everyone is not operand:
-        operand.copy_(everyone)
+    operand.copy_(everyone)
 
 
 def sum_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
     """Sum a float16 or bfloat16 vector over `comm` in place, alike on all ranks.
 
     MPI adds up neither type: ranks add up shares in float32, in the order of the ranks, and round
-    each sum once. A rank sends what it does in an Allreduce. Collective on `comm`.
+    each sum once. Collective on `comm`.
     """
     if comm.size == 1:
         return

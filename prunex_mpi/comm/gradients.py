@@ -31,9 +31,8 @@ class GradientAverager:
 
     Of CUDA gradients a hook runs long before the gradient it announces exists. It marks the place
     in the device's queue; when all of backward is queued, each bucket is reduced as soon as its
-    mark is reached, by a stream of its own, while the device computes those that come later.
-    `late` says that a parameter of the last step got several gradients, one after the other: what
-    came last may have been added to a sum that was on its way.
+    mark is reached, by a stream of its own. `late`: a parameter of the last step got several
+    gradients, of which some may have been added to a sum that was on its way.
     """
 
     def __init__(self, wire: Wire, model: nn.Module, layout: Layout, grad: Tensor) -> None:
@@ -45,16 +44,14 @@ class GradientAverager:
         self.listen_to(model, layout, grad)
 
     def listen_to(self, model: nn.Module, layout: Layout, grad: Tensor) -> None:
-        """Average the gradients of `model` from now on, which backward leaves in the flat `grad`.
-
-        The parameters of before may be gone.
-        """
+        """Average the gradients of `model`, which backward leaves in `grad`, from now on."""
         self.close()
         self.grad = grad
         self.queued = self.comm.size > 1 and is_queued(grad)
         staged = self.wire.transport.staging is not None
         self.overlap = self.comm.size > 1 and not self.queued and not staged
-        separate = self.overlap and sends_more_in_place(self.comm)
+        many = self.comm.size >= SEPARATE_RANKS and library_name().startswith("Open MPI")
+        separate = self.overlap and many
         self.sums = torch.empty_like(grad) if separate else grad
         self.requests: list[MPI.Request] = []
         self.bounds: list[tuple[int, int]] = []
@@ -91,10 +88,7 @@ class GradientAverager:
         self.requests = []
 
     def finish_(self) -> None:
-        """Leave the mean over `comm` in the gradient. Collective on `comm`; call after backward.
-
-        Where this rank was `late` it is no mean: other ranks, and other nodes, need not be.
-        """
+        """Leave the mean over `comm`, unless `late`, in the gradient. Collective on `comm`."""
         if self.comm.size == 1:
             # There is nobody to wait for, and so nothing that the device would have to be done for.
             self.wire.count(self.grad.nbytes)
@@ -170,8 +164,3 @@ def several_passes() -> UserError:
 def is_queued(tensor: Tensor) -> bool:
     """Return whether what computes `tensor` only queues it, and goes on before it is there."""
     return tensor.device.type == "cuda"
-
-
-def sends_more_in_place(comm: MPI.Comm) -> bool:
-    """Return whether a large Iallreduce over `comm` sends more in place than otherwise."""
-    return comm.size >= SEPARATE_RANKS and library_name().startswith("Open MPI")

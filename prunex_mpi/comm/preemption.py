@@ -47,10 +47,7 @@ class ReceivedSignal:
 
 @contextmanager
 def catching(rank: int = 0) -> Iterator[ReceivedSignal]:
-    """Note the SIGNALS that ask a job to stop instead of dying of them.
-
-    After a first INT, of which rank 0 tells, a second one ends this process at once.
-    """
+    """Note the SIGNALS that ask a job to stop; a second INT ends this process at once."""
     received = ReceivedSignal()
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -92,8 +89,7 @@ class StopAgreement:
     def reached(self) -> bool:
         """Return whether all ranks stop here. Call at the same steps on every rank.
 
-        Raises UserError on every rank where the time limit was too near from the beginning: the
-        next job of the same length would get no further.
+        Raises UserError on every rank where the time limit was too near from the beginning.
         """
         self.calls += 1
         if self.calls < self.interval:
@@ -147,7 +143,7 @@ def stop_agreement(
 ) -> Iterator[StopAgreement]:
     """Make an agreement with a communicator of its own, put into `made`, for the time of the block.
 
-    Collective on `world`, at both ends: it ends the same on every rank, or the job is ended anyway.
+    Collective on `world`, at both ends.
     """
     stop = StopAgreement(world.Dup(), received, deadline)
     if made is not None:
@@ -169,8 +165,8 @@ def stop_agreement(
 def find_deadline(time_limit_s: float, started: float) -> float | None:
     """Return when the job has to be over (Unix time), None when nobody has set a limit.
 
-    `time_limit_s` counts from `started`; 0 takes the end of the Slurm job, where it is told. Raises
-    UserError where that was before.
+    `time_limit_s` counts from `started`; 0 takes the end of the Slurm job. Raises UserError where
+    that was before.
     """
     if time_limit_s:
         return started + time_limit_s
@@ -187,10 +183,7 @@ def slurm_end(environment: Mapping[str, str]) -> float:
 
 
 def ended_before(environment: Mapping[str, str], now: float) -> str:
-    """Return that the Slurm job was over before `now` (Unix time), "" where it was not.
-
-    A shell that outlives its job, as in tmux, keeps the variables of the job.
-    """
+    """Return that the Slurm job was over before `now`, as in a shell that outlives it, or ""."""
     end = slurm_end(environment)
     if not 0 < end < now:
         return ""

@@ -27,8 +27,7 @@ class Topology:
     """The communicators of one rank; `leader` is MPI.COMM_NULL except on node rank 0.
 
     World rank 0 is always rank 0 of its node and of the leaders. `host_rank` and `host_size` count
-    the ranks that share the machine, whatever the (virtual) nodes are; `core_sharers` of them,
-    this one included, may use the same cores. They choose device and threads.
+    the ranks that share the machine, `core_sharers` those that may use the same cores.
     """
 
     world: MPI.Comm
@@ -67,11 +66,10 @@ class Topology:
 def build_topology(
     world: MPI.Comm, ranks_per_node: int = 0, made: list[MPI.Comm] | None = None
 ) -> Topology:
-    """Split `world` into nodes and leaders. Collective on `world`.
+    """Split a duplicate of `world` into nodes and leaders. Collective on `world`.
 
     `ranks_per_node` > 0 makes virtual nodes of that many consecutive ranks (the last may be
-    smaller); 0 takes what shares memory. Works on a duplicate of `world`, which `free_topology`
-    frees. Each communicator is put into `made` as soon as it exists.
+    smaller); 0 takes what shares memory. Each communicator is put into `made` as soon as it exists.
     """
     if ranks_per_node > world.size:
         raise UserError(
@@ -111,10 +109,7 @@ def build_topology(
 def nodes_of(
     world: MPI.Comm, ranks_per_node: int = 0, made: list[MPI.Comm] | None = None
 ) -> Iterator[Topology]:
-    """Build the topology for the time of the block, as `build_topology` does.
-
-    Collective on `world`, at both ends: it ends the same on every rank, or the job is ended anyway.
-    """
+    """Have the topology of `build_topology` for the block. Collective on `world`, at both ends."""
     topology = build_topology(world, ranks_per_node, made)
     try:
         yield topology

@@ -68,17 +68,27 @@ class Clock:
         """Seconds in messages, behind the local steps or set-up apart."""
         return self.exchange + self.agreed
 
+    @contextmanager
     def exchanging(
-        self, device: torch.device, name: str, counted: Mapping[str, int] = NOTHING
-    ) -> AbstractContextManager[None]:
+        self,
+        device: torch.device,
+        name: str,
+        counted: Mapping[str, int] = NOTHING,
+        part: str = "exchange",
+    ) -> Iterator[None]:
         """Count the block as waiting for messages; `counted` are bytes for the trace."""
-        return self._waiting("exchange", device, name, counted)
+        started = now(device)
+        yield
+        ended = now(device)
+        setattr(self, part, getattr(self, part) + ended - started)
+        if self.trace is not None:
+            self.trace.note("message", name, started, ended, counted)
 
     def agreeing(
         self, device: torch.device, name: str, counted: Mapping[str, int] = NOTHING
     ) -> AbstractContextManager[None]:
         """Count the block as waiting for messages that belong to the phase they are in."""
-        return self._waiting("agreed", device, name, counted)
+        return self.exchanging(device, name, counted, part="agreed")
 
     @contextmanager
     def broadcasting(self, device: torch.device) -> Iterator[None]:
@@ -87,17 +97,6 @@ class Clock:
         with self.exchanging(device, "Bcast"):
             yield
         self.broadcast += self.exchange - waited
-
-    @contextmanager
-    def _waiting(
-        self, part: str, device: torch.device, name: str, counted: Mapping[str, int]
-    ) -> Iterator[None]:
-        started = now(device)
-        yield
-        ended = now(device)
-        setattr(self, part, getattr(self, part) + ended - started)
-        if self.trace is not None:
-            self.trace.note("message", name, started, ended, counted)
 
     def note(
         self, category: str, name: str, started: float, counted: Mapping[str, int] = NOTHING

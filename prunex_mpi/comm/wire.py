@@ -15,22 +15,8 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.units import dealt_bytes, ring_bytes, shifted_bytes
-from prunex_mpi.comm.collectives import (
-    Transport,
-    allgather_,
-    allgatherv_,
-    allreduce_,
-    allreduce_then_bcast_,
-    bcast_,
-    between_nodes,
-    deal_,
-    gather_counts,
-    reduce_,
-    reduce_operand_,
-    shift_,
-    staged_parts,
-    sum_halves_,
-)
+from prunex_mpi.comm import collectives
+from prunex_mpi.comm.collectives import Transport, between_nodes
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 
@@ -41,11 +27,10 @@ COUNT_BYTES = 8
 class Wire:
     """A communicator with all that a message on it needs besides its tensor.
 
-    `comm` is MPI.COMM_NULL on ranks that have no part in it: they must not send. `weight` is what
-    this rank's contribution counts in the mean over the ranks that the wire speaks for, so that a
-    plain sum of weighted contributions is that mean. `ring` is the number of ranks in a ring of
-    which a part lies between nodes, 1 where nothing leaves a node, and `inside` how many of them
-    this node has. `kind` names the count of `traffic` that operands add to.
+    `comm` is MPI.COMM_NULL on ranks that have no part in it. `weight` is what this rank's
+    contribution counts: a plain sum of weighted ones is the mean. `ring` is the number of ranks in
+    a ring of which a part lies between nodes, 1 where nothing leaves a node, and `inside` how many
+    of them this node has. `kind` names the count of `traffic` that operands add to.
     """
 
     comm: MPI.Comm
@@ -65,46 +50,43 @@ class Wire:
         """Reduce `flat` in place on every rank (Allreduce). Collective on `comm`."""
         counted = self.count(flat.nbytes, kind=kind)
         with self.clock.exchanging(flat.device, "Allreduce", counted):
-            allreduce_(self.comm, flat, self.transport, op)
+            collectives.allreduce_(self.comm, flat, self.transport, op)
 
     def reduce_parts_(self, parts: Sequence[Tensor], ready: Sequence[Callable[[], None]]) -> None:
-        """Reduce the parts of a vector in place, one after the other.
+        """Reduce the parts of a vector in place, each after its `ready`, and count them as one.
 
-        Each `ready` has the current stream wait for its part; where parts are staged the next one
-        is copied while one is reduced. Counted as one; waiting for messages begins when the last
-        part is there. Collective on `comm`.
+        Waiting for messages begins when the last part is there. Collective on `comm`.
         """
         counted = self.count(sum(part.nbytes for part in parts)) | {"buckets": len(parts)}
-        for operand, last in staged_parts(parts, ready, self.transport):
+        for operand, last in collectives.staged_parts(parts, ready, self.transport):
             waiting = self.clock.exchanging(parts[-1].device, "rest of Allreduce", counted)
             with waiting if last else nullcontext():
-                reduce_operand_(self.comm, operand, self.transport)
+                collectives.reduce_operand_(self.comm, operand, self.transport)
 
     def reduce_to_first_(self, flat: Tensor, kind: str = "") -> None:
         """Sum `flat` in place on rank 0; the others keep theirs. Collective on `comm`."""
         counted = self.count(flat.nbytes, passes=1, kind=kind)
         with self.clock.exchanging(flat.device, "Reduce", counted):
-            reduce_(self.comm, flat, self.transport)
+            collectives.reduce_(self.comm, flat, self.transport)
 
     def reduce_by_first_(self, flat: Tensor, finish_: Callable[[], None]) -> None:
         """Sum `flat` on rank 0, which alone calls `finish_` before everyone gets the result.
 
-        Where rounding decides what comes out, all go on with the same. A Reduce and a Bcast move
-        what an Allreduce does, and count as one. Collective on `comm`.
+        A Reduce and a Bcast count as the Allreduce that they are. Collective on `comm`.
         """
         counted = self.count(flat.nbytes)
         with self.clock.exchanging(flat.device, "Reduce", counted):
-            reduce_(self.comm, flat, self.transport)
+            collectives.reduce_(self.comm, flat, self.transport)
         if self.comm.rank == 0:
             finish_()
         with self.clock.exchanging(flat.device, "Bcast"):
-            bcast_(self.comm, flat, self.transport)
+            collectives.bcast_(self.comm, flat, self.transport)
 
     def broadcast_(self, flat: Tensor, kind: str = "") -> None:
         """Hand rank 0's `flat` to every rank, in place. Collective on `comm`."""
         counted = self.count(flat.nbytes, passes=1, kind=kind)
         with self.clock.exchanging(flat.device, "Bcast", counted):
-            bcast_(self.comm, flat, self.transport)
+            collectives.bcast_(self.comm, flat, self.transport)
 
     def broadcast_bits(self, bools: np.ndarray, kind: str = "") -> np.ndarray:
         """Return rank 0's bool array on every rank, sent as packed bits. Collective on `comm`."""
@@ -122,55 +104,46 @@ class Wire:
         """Gather `mine` [n] of every rank into `everyone` [comm.size, n]. Collective on `comm`."""
         counted = self.count(mine.nbytes, self.comm.size * mine.nbytes, passes=1)
         with self.clock.exchanging(mine.device, "Allgather", counted):
-            allgather_(self.comm, mine, everyone, self.transport)
+            collectives.allgather_(self.comm, mine, everyone, self.transport)
 
     def deal_(self, mine: Tensor, received: Tensor) -> None:
         """Send row r of `mine` [comm.size, n] to rank r, receive as many. Collective on `comm`."""
         counted = self.count_dealt(mine.nbytes)
         with self.clock.exchanging(mine.device, "Alltoall", counted):
-            deal_(self.comm, mine, received, self.transport)
+            collectives.deal_(self.comm, mine, received, self.transport)
 
     def shift_(self, mine: Tensor, to: int, received: Tensor, source: int) -> None:
-        """Send `mine` to rank `to`, receive as much from `source`. All ranks of `comm` together.
-
-        Counted as if every rank sent as far: of a node's ranks, what stays in it does not leave it.
-        """
+        """Send `mine` to rank `to`, receive as much from `source`. Collective on `comm`."""
         distance = (to - self.comm.rank) % self.comm.size
         counted = self.count(mine.nbytes, travelling=0)
         sent = shifted_bytes(self.ring, self.inside, distance, mine.nbytes)
         self.traffic.sent += sent
         with self.clock.exchanging(mine.device, "Sendrecv", counted | {"sent": sent}):
-            shift_(self.comm, mine, to, received, source, self.transport)
+            collectives.shift_(self.comm, mine, to, received, source, self.transport)
 
     def reduce_halves_(self, flat: Tensor) -> None:
         """Sum a float16 or bfloat16 vector in place, alike on all ranks. Collective on `comm`."""
         counted = self.count_dealt(flat.nbytes, passes=1)
         with self.clock.exchanging(flat.device, "sum of shares", counted):
-            sum_halves_(self.comm, flat, self.transport)
+            collectives.sum_halves_(self.comm, flat, self.transport)
 
     def gather_counts(self, count: int) -> list[int]:
         """Return every rank's `count`, alike on all. Collective on `comm`."""
         counted = self.count(COUNT_BYTES, self.comm.size * COUNT_BYTES, passes=1)
         with self.clock.exchanging(torch.device("cpu"), "Allgather", counted):
-            counts = gather_counts(self.comm, count)
+            counts = collectives.gather_counts(self.comm, count)
         return counts
 
     def gather_parts_(self, mine: Tensor, counts: Sequence[int], everyone: Tensor) -> None:
-        """Gather `counts[r]` elements of each rank r, one behind the other, into `everyone`.
-
-        All of them fit into one bucket. Collective on `comm`.
-        """
+        """Gather `counts[r]` elements of each rank r into `everyone`. Collective on `comm`."""
         counted = self.count(mine.nbytes, sum(counts) * mine.element_size(), passes=1)
         with self.clock.exchanging(mine.device, "Allgatherv", counted):
-            allgatherv_(self.comm, mine, counts, everyone, self.transport)
+            collectives.allgatherv_(self.comm, mine, counts, everyone, self.transport)
 
     def count(
         self, operand: int, travelling: int | None = None, passes: int = 2, kind: str = ""
     ) -> dict[str, int]:
-        """Count a message: `operand` bytes of this rank, `travelling` (or as many) in the ring.
-
-        Returns what has been counted, for the trace.
-        """
+        """Count, and return, `operand` bytes of this rank and `travelling` ones in the ring."""
         kind = kind or self.kind
         if self.kind == "intra" and self.comm.size == 1:
             # Nothing travels inside a node of one rank.
@@ -197,9 +170,8 @@ class Wires:
 
     `workers` speak between nodes: all ranks (flat aggregation) or the leaders of the nodes
     (hierarchical). A worker contributes its gradient, or the mean of the node that it leads, times
-    its weight, 1/N or P_i/N: so the plain sum of all contributions is the mean over all N ranks,
-    with uneven nodes as well, and so is the sum of what compressors send and what they keep for
-    later. `node` is the rank's node, `everyone` all ranks, for what is small and decides.
+    its weight, 1/N or P_i/N. `node` is the rank's node, `everyone` all ranks, for what is small and
+    decides.
     """
 
     workers: Wire
@@ -247,14 +219,14 @@ def worker_weight(topology: Topology, flat: bool) -> float:
 def reduce_between_nodes_(leader: Wire, node: Wire, flat: Tensor, kind: str = "") -> None:
     """Sum `flat` over the leaders and hand the sum to every rank of each node.
 
-    What followers pass in is overwritten. Collective on `leader.comm`, then on `node.comm`.
+    Collective on `leader.comm`, then on `node.comm`.
     """
     counted = leader.count(flat.nbytes, kind=kind)
     # What a method sends once is of one kind, in the node as well.
     for key, value in node.count(flat.nbytes, kind=kind if kind == "setup" else "").items():
         counted[key] = counted.get(key, 0) + value
     with node.clock.exchanging(flat.device, "Allreduce and Bcast", counted):
-        spent = allreduce_then_bcast_(leader.comm, node.comm, flat, leader.transport)
+        spent = collectives.allreduce_then_bcast_(leader.comm, node.comm, flat, leader.transport)
     # Evaluating is no part of training.
     if kind != "evaluate":
         node.clock.broadcast += spent

@@ -35,8 +35,8 @@ class Chunks:
     `starts` [rows] int64 are the places of the chunks of which `count` values travel, `whole` int64
     the places that always travel, `tensors` int64 [values] the tensor of each value, in this order,
     and `sizes` [tensors] how many a tensor sends. Of each of `runs` (place, place among the rows,
-    length) the magnitudes are copied to `magnitudes` [rows, 4096]. The parts of a message begin
-    at bytes `levels` (0), `extra`, `positions` and `bins`; it has `nbytes`.
+    length) the magnitudes are copied to `magnitudes` [rows, 4096]. Behind the levels the parts of a
+    message begin at bytes `extra`, `positions` and `bins`; it has `nbytes`.
     """
 
     count: int
@@ -104,9 +104,9 @@ def build_chunks(layout: Layout, ratio: float, like: Tensor, extra: int) -> Chun
     magnitudes = like.new_full((len(picked), CHUNK), -1.0)
     runs: list[tuple[int, int, int]] = []
     for row, (place, length, _) in enumerate(picked.tolist()):
-        before = runs[-1] if runs else (0, 0, 0)
-        if runs and (before[0] + before[2], before[1] + before[2]) == (place, row * CHUNK):
-            runs[-1] = (before[0], before[1], before[2] + length)
+        first, at, done = runs[-1] if runs else (-1, 0, 0)
+        if (first + done, at + done) == (place, row * CHUNK):
+            runs[-1] = (first, at, done + length)
         else:
             runs.append((place, row * CHUNK, length))
     return Chunks(

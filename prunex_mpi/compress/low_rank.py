@@ -9,7 +9,7 @@ and all but the orthonormalisation is linear in M, so sums of P and Q over worke
 sum of their M. Tensors for which the two factors are no smaller than the matrix stay whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,17 +45,18 @@ class Split:
         """Return the matrices [rows, columns] in a flat vector of the layout."""
         return [flat[s.place].view(_sides(s)) for s in self.matrices]
 
-    def left_views(self, flat: Tensor) -> list[Tensor]:
-        """Return the left factors [rows, rank], which lie one behind the other in `flat`."""
-        return self._factor_views(flat, [_sides(s)[0] for s in self.matrices])
-
-    def right_views(self, flat: Tensor) -> list[Tensor]:
-        """Return the right factors [columns, rank], which lie one behind the other in `flat`."""
-        return self._factor_views(flat, [_sides(s)[1] for s in self.matrices])
-
-    def _factor_views(self, flat: Tensor, sides: Sequence[int]) -> list[Tensor]:
+    def factor_views(self, flat: Tensor, dim: int) -> list[Tensor]:
+        """Return left (`dim` 0) or right factors [size, rank], one behind the other in `flat`."""
+        sides = [_sides(s)[dim] for s in self.matrices]
         pieces = flat.split([side * self.rank for side in sides])
         return [piece.view(side, self.rank) for piece, side in zip(pieces, sides, strict=True)]
+
+    def triples(
+        self, flat: Tensor, left: Tensor, right: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Walk the matrices with their left and their right factors."""
+        factors = self.factor_views(left, 0), self.factor_views(right, 1)
+        return zip(self.matrix_views(flat), *factors, strict=True)
 
 
 def _sides(segment: Segment) -> tuple[int, int]:
@@ -97,30 +98,24 @@ def new_right_factors(split: Split, seed: int, theta: Tensor) -> Tensor:
 
 def project_left_(flat: Tensor, right: Tensor, split: Split, left: Tensor) -> None:
     """Set the left factors to P = M Q."""
-    for m, q, p in zip(
-        split.matrix_views(flat), split.right_views(right), split.left_views(left), strict=True
-    ):
+    for m, p, q in split.triples(flat, left, right):
         torch.mm(m, q, out=p)
 
 
 def orthonormalise_(left: Tensor, split: Split) -> None:
     """Replace each left factor by an orthonormal basis of its columns (QR)."""
-    for p in split.left_views(left):
+    for p in split.factor_views(left, 0):
         p.copy_(torch.linalg.qr(p).Q)
 
 
 def project_right_(flat: Tensor, left: Tensor, split: Split, right: Tensor) -> None:
     """Set the right factors to Q = M^T P and the matrices to what is left of them, M - P Q^T."""
-    for m, q, p in zip(
-        split.matrix_views(flat), split.right_views(right), split.left_views(left), strict=True
-    ):
+    for m, p, q in split.triples(flat, left, right):
         torch.mm(m.T, p, out=q)
         m.addmm_(p, q.T, alpha=-1)
 
 
 def multiply_(flat: Tensor, left: Tensor, right: Tensor, split: Split) -> None:
     """Set the matrices in `flat` to P Q^T."""
-    for m, q, p in zip(
-        split.matrix_views(flat), split.right_views(right), split.left_views(left), strict=True
-    ):
+    for m, p, q in split.triples(flat, left, right):
         torch.mm(p, q.T, out=m)

@@ -13,12 +13,10 @@ and 7, so nothing has to be clamped. s is at least 2^-126, so that 1 / s is fini
 zeros needs no case of its own.
 
 int2: the nearest of +-20 s and +-68 s, with s = 0.0225 times the block's root mean square: 0.45 and
-1.53 standard deviations, where Lloyd and Max have 0.4528 and 1.510 for a Gaussian. It needs no
-refit by least squares, which would win 1 % of the squared error of Gaussian and 2 % of that of
-Laplace blocks: |v - decoded|^2 <= 0.95 |v|^2 always. The proof: with x = |v| / 20 s the square
-falls by (20 s)^2 f(x) per value, f(x) = 2x - 1 below 2.2 and 6.8x - 11.56 from there on. Of all
-blocks with the same sum of x^2, that with a single value differing from 0 has the least sum of f,
-which is positive for blocks of 128.
+1.53 standard deviations, where Lloyd and Max have 0.4528 and 1.510 for a Gaussian. A refit by least
+squares would win 1 to 2 % of the squared error; |v - decoded|^2 <= 0.95 |v|^2 always. For with x =
+|v| / 20 s the square falls by (20 s)^2 f(x) per value, f(x) = 2x - 1 below 2.2 and 6.8x - 11.56
+above; of blocks with the same sum of x^2 one with a single value has the least sum of f, above 0.
 
 Everything passes through a tile of values that stays in the cache. int4 pairs the first half of a
 block with its second half, one byte being lo + 16 hi; int2 puts four neighbours into a byte by way
@@ -110,12 +108,10 @@ def add_decoded_(records: Tensor, out: Tensor, payload: str) -> None:
 
 
 def block_maxima_(values: Tensor, maxima: Tensor) -> None:
-    """Set `maxima` [n / 128] to the largest |value| of each block of `values` [n], same dtype.
-
-    NaN counts as infinite, since a maximum by MPI may drop a NaN.
-    """
+    """Set `maxima` [n / 128] to the largest |value| of each block of `values` [n], NaN as inf."""
     for block, spare, largest in _tiles(values, maxima):
         torch.amax(torch.abs(block, out=spare), 1, out=largest)
+    # A maximum by MPI may drop a NaN.
     maxima.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
@@ -266,14 +262,9 @@ def _bit_parts(numbers: Tensor, bits: int) -> list[Tensor]:
 
 
 def integer_type(workers: int) -> torch.dtype:
-    """Return the smallest integer type that holds the sum of -1, 0 and 1 of so many workers.
-
-    It must not overflow: of small integers Open MPI's sums saturate, others wrap around.
-    """
-    for dtype in (torch.int8, torch.int16):
-        if workers <= torch.iinfo(dtype).max:
-            return dtype
-    return torch.int32
+    """Return the smallest integer type that holds the sum of -1, 0 and 1 of so many workers."""
+    kinds = (torch.int8, torch.int16)
+    return next((t for t in kinds if workers <= torch.iinfo(t).max), torch.int32)
 
 
 def ternarise_(
@@ -286,9 +277,8 @@ def ternarise_(
 ) -> None:
     """Set the integers `out` to the signs of `values` with probability |values| / scale, else 0.
 
-    All are [n]; `scale` is a scalar, and what is larger counts as that large. `draws` (values'
-    dtype) and two `spare` bool tensors are overwritten. Without `generator` it draws from torch's
-    global one, whose state is part of a checkpoint.
+    All are [n]; `scale` is a scalar. `draws` (values' dtype) and two `spare` bool tensors are
+    overwritten. Without `generator` it draws from torch's global one, which checkpoints hold.
     """
     up, down = spare
     draws.uniform_(generator=generator).mul_(scale)

@@ -31,6 +31,11 @@ from prunex_mpi.models.layout import Layout, Segment, pieces_of
 POSITION_BYTES = 4
 
 
+def position_bytes(nbytes: int, size: int) -> int:
+    """Return how many of the bytes of elements, each with `size` bytes of values, are positions."""
+    return nbytes * POSITION_BYTES // (POSITION_BYTES + size)
+
+
 def check_positions(layout: Layout) -> None:
     """Raise UserError where a position does not fit into an int32."""
     if layout.numel > torch.iinfo(torch.int32).max:
@@ -65,10 +70,7 @@ def select_top_(
 
 
 def move_top_(piece: Tensor, values: Tensor, positions: Tensor) -> None:
-    """Move as many elements of largest magnitude out of `piece` as `values` [k] has room for.
-
-    `positions`, int32 [k], receives where they were; zeros remain there.
-    """
+    """Move the k elements of largest magnitude out of `piece`; `positions` are int32 [k]."""
     chosen = torch.topk(piece.abs(), values.numel(), sorted=False).indices
     torch.index_select(piece, 0, chosen, out=values)
     piece.index_fill_(0, chosen, 0.0)
@@ -76,9 +78,8 @@ def move_top_(piece: Tensor, values: Tensor, positions: Tensor) -> None:
 
 
 def add_sparse_(flat: Tensor, values: Iterable[Tensor], positions: Iterable[Tensor]) -> None:
-    """Add sparse vectors to `flat`: `values` and `positions` [elements] of each.
+    """Add sparse vectors to `flat`: `values` and `positions` [elements] of each, in their order.
 
-    Vector after vector in their order, so that all who hold the same ones get the same bits.
     Elements may be rows: `flat` is [rows, n] and the values of each are [elements, n] then.
     """
     for mine, places in zip(values, positions, strict=True):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.compress.sparse import kept_per_layer, share_of
-from prunex_mpi.models.layout import Layout, Segment
+from prunex_mpi.models.layout import Layout, Segment, matrices
 
 # A sample holds at least so many of the elements that are to be sent.
 LEAST_ABOVE = 2
@@ -29,14 +29,12 @@ UPPER, LOWER, MOST_ADAPTATIONS = 1.3, 0.8, 10
 
 
 def divide(layout: Layout, ratio: float) -> tuple[list[Segment], list[Segment]]:
-    """Return the tensors of which a part travels, and those that travel whole.
+    """Return the tensors of which a part travels, those of two or more dimensions, and the others.
 
-    The first are those of two or more dimensions; none where the share is everything.
+    None are the former where the share is everything.
     """
-    parts: tuple[list[Segment], list[Segment]] = ([], [])
-    for segment in layout.segments:
-        parts[ratio == 1 or len(segment.shape) < 2].append(segment)
-    return parts
+    parts = [] if ratio == 1 else list(matrices(layout))
+    return parts, [s for s in layout.segments if ratio == 1 or len(s.shape) < 2]
 
 
 def parts_of(warmup_epochs: float) -> int:
@@ -47,8 +45,7 @@ def parts_of(warmup_epochs: float) -> int:
 def ratio_in(part: int, parts: int, final: float) -> float:
     """Return the share of a layer that travels in a part of the warm-up, counted from 0.
 
-    In each of E parts it falls by the same factor, once more after the last: final^(1/(E+1)),
-    final^(2/(E+1)), ... (about 1/4, 1/16, ... for 4 parts and 0.001).
+    In each of E parts it falls by the same factor, final^(1/(E+1)), and once more after the last.
     """
     return final if part >= parts else max(final, final ** ((part + 1) / (parts + 1)))
 
@@ -62,8 +59,7 @@ def accumulate_(momentum: Tensor, residual: Tensor, grad: Tensor, factor: float)
 def sample_stride(numel: int, ratio: float, sample: float) -> int:
     """Return of how many elements of a layer one is drawn: about a share `sample` of them.
 
-    Odd, so that it has no common period with the kernels' sizes; 1, all of them, where a sample
-    would hold less than LEAST_ABOVE to be sent.
+    Odd, so that it has no common period with the kernels' sizes; 1 where a sample would be small.
     """
     least = math.ceil(LEAST_ABOVE / ratio)
     if sample >= 1 or numel <= least:
@@ -76,10 +72,7 @@ def sample_stride(numel: int, ratio: float, sample: float) -> int:
 
 
 def sampled_threshold(magnitudes: Tensor, ratio: float, stride: int, step: int) -> Tensor:
-    """Return the magnitude that about `ratio` of a layer's reach, a 0-dim tensor above 0.
-
-    Read off every stride-th element, at places that move on with `step`.
-    """
+    """Return the magnitude that about `ratio` of a layer's reach, by every stride-th; 0-dim."""
     count = share_of(magnitudes.numel() // stride, ratio)
     drawn = magnitudes[step % stride :: stride]
     # Zeros have nothing to say.

@@ -4,21 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.fields import (
-    CROSS_ENTROPY,
-    FETCHED,
-    FROM_FILES,
-    OF_FILES,
-    OF_IMAGES,
-    OF_TEXT,
-    RHO_MIN,
-    SHARED,
-    TEXT,
-    Estimate,
-    Settings,
-    key_of,
-    known_freeze,
-)
+from prunex_mpi.settings import fields
+from prunex_mpi.settings.fields import Estimate, Settings, key_of
 from prunex_mpi.settings.values import AUTO
 
 
@@ -92,8 +79,8 @@ def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
             "residuals off: eps-abs and eps-rel would never be looked at; set both to 0"
         )
     for key, rho in (("rho1", s.rho1), ("rho2", s.rho2)):
-        if s.penalty != "fixed" and not RHO_MIN <= rho <= s.rho_max:
-            raise UserError(f"{key} {rho} must be from {RHO_MIN} to rho-max, {s.rho_max}")
+        if s.penalty != "fixed" and not fields.RHO_MIN <= rho <= s.rho_max:
+            raise UserError(f"{key} {rho} must be from {fields.RHO_MIN} to rho-max, {s.rho_max}")
 
 
 def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
@@ -116,7 +103,7 @@ def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
 def _check_pruning_is_done(settings: Settings) -> None:
     """Refuse what needs to know when pruning is done, where it can't be known."""
     s = settings
-    freezes_at = known_freeze(s)
+    freezes_at = fields.known_freeze(s)
     if s.dropped == "cut":
         return
     if s.penalty == "balance":
@@ -145,7 +132,7 @@ def _check_interval(settings: Settings) -> None:
         return
     if s.local_steps == AUTO and s.frozen_local_steps:
         raise UserError("frozen-local-steps is chosen with local-steps auto; leave it away")
-    freezes_at = known_freeze(s)
+    freezes_at = fields.known_freeze(s)
     if s.frozen_local_steps and s.method.consensus and not freezes_at:
         raise UserError(
             "frozen-local-steps needs to know when the masks freeze: give freeze-iteration, and a "
@@ -226,7 +213,7 @@ def _check_batch(settings: Settings) -> None:
             "batch-size; give a number that does"
         )
     for name in ("smoothing", "mixup", "cutmix"):
-        if s.loss != CROSS_ENTROPY and getattr(s, name):
+        if s.loss != fields.CROSS_ENTROPY and getattr(s, name):
             raise UserError(
                 f"{key_of(name)} is for cross-entropy; with --loss {s.loss} leave it away, and do "
                 "in that function what it is to do"
@@ -239,7 +226,7 @@ def _check_beginning(settings: Settings) -> None:
     if s.init_digest and not s.init_from:
         raise UserError("init-digest means nothing without --init-from; give it as well")
     for name in ("teacher_digest", "distillation_alpha", "distillation_tau"):
-        if not s.teacher and getattr(s, name) != SHARED[name].default:
+        if not s.teacher and getattr(s, name) != fields.SHARED[name].default:
             raise UserError(f"{key_of(name)} means nothing without --teacher; give it as well")
     if len(s.image_mean) != len(s.image_std) or len(s.image_mean) not in (0, 3):
         raise UserError(
@@ -250,29 +237,29 @@ def _check_beginning(settings: Settings) -> None:
 
 def _check_data(settings: Settings) -> None:
     """Refuse what means something to other data sets alone."""
-    text = settings.dataset == TEXT
-    for name in OF_IMAGES if text else OF_TEXT:
-        if getattr(settings, name) != SHARED[name].default:
+    text = settings.dataset == fields.TEXT
+    for name in fields.OF_IMAGES if text else fields.OF_TEXT:
+        if getattr(settings, name) != fields.SHARED[name].default:
             raise UserError(
                 f"{key_of(name)} is for {'images' if text else 'text'}; leave it away with "
                 f"--dataset {settings.dataset}"
             )
     if not text and not settings.data_dir:
         raise UserError(f"--data-dir must not be empty with --dataset {settings.dataset}")
-    if settings.download and settings.dataset not in FETCHED:
+    if settings.download and settings.dataset not in fields.FETCHED:
         raise UserError(
-            f"download fetches {' and '.join(FETCHED)} alone; leave it away with --dataset "
+            f"download fetches {' and '.join(fields.FETCHED)} alone; leave it away with --dataset "
             f"{settings.dataset}"
         )
     # A data set of the user's is read like files.
-    if settings.dataset in FROM_FILES or ":" in settings.dataset:
+    if settings.dataset in fields.FROM_FILES or ":" in settings.dataset:
         return
-    for name in OF_FILES:
+    for name in fields.OF_FILES:
         # All that is not a file is in memory anyway.
-        if getattr(settings, name) not in (SHARED[name].default, "memory"):
+        if getattr(settings, name) not in (fields.SHARED[name].default, "memory"):
             raise UserError(
                 f"{key_of(name)} is for image files, which {settings.dataset} has none of; leave "
-                f"it away, or give --dataset {FROM_FILES[0]}"
+                f"it away, or give --dataset {fields.FROM_FILES[0]}"
             )
 
 

@@ -61,8 +61,7 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
     """Return the settings that `argv` (without the program's name) asks for.
 
     Weak to strong: defaults, preset, file of `--config`, flags. What of the file does not count is
-    handed to `tell` in a line. Raises UserError, with one line that names the culprit, for whatever
-    is wrong; `--help` and `--version` print and exit.
+    handed to `tell`. Raises UserError; `--help` and `--version` print and exit.
     """
     asked = [number for number, word in enumerate(argv) if word in ("-h", "--help")]
     if asked:
@@ -105,8 +104,7 @@ def _word_after(words: Sequence[str], flag: str) -> str:
 def read_config(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read the TOML file of `--config`; return converted values by field name, and keys left out.
 
-    The file of a run is read to repeat it, not to go on with it or to write where it lies. Raises
-    UserError when the file cannot be read, is not TOML or holds a bad key or value.
+    The file of a run is read to repeat it, elsewhere. Raises UserError for a bad file.
     """
     where = f"--config {quote(path, 250)}"
     table = _load_toml(path, where)
@@ -228,10 +226,7 @@ def _as_flag(name: str, value: Any) -> str:
 def add_settings(
     parser: Parser, names: Iterable[str], usual: Mapping[str, Any], grouped: bool = True
 ) -> None:
-    """Add a flag, which converts nothing, for each of these settings, grouped by subject.
-
-    `usual` holds the defaults to show.
-    """
+    """Add a flag, which converts nothing, for each of these settings, with `usual` defaults."""
     sections: dict[str, Any] = {}
     for name in names:
         field = FIELDS[name]

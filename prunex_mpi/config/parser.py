@@ -32,10 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def program_parser(program: str, description: str, epilog: str = "", **rules: Any) -> Parser:
-    """Return the parser of `python -m prunex_mpi.PROGRAM`, which knows --help and --version.
-
-    `rules` go to argparse.
-    """
+    """Return the parser of `python -m prunex_mpi.PROGRAM`; `rules` go to argparse."""
     parser = Parser(
         prog=f"python -m prunex_mpi.{program}",
         description=description,

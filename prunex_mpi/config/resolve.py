@@ -106,8 +106,7 @@ OF_A_RUN = ("versions", "asked")
 def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Convert a TOML table to values by flat name; a method's own stand in a table of its name.
 
-    Raises UserError for an unknown key, for a value of the wrong type or range, and for the file of
-    a run of another format.
+    Raises UserError for an unknown key, a bad value, and the file of a run of another format.
     """
     if is_of_a_run(table) and str(table["versions"].get("format")) != str(FORMAT):
         raise UserError(
@@ -205,8 +204,7 @@ def _off(name: str) -> Any:
 def defaults(preset: str, method: Method, optimizer: str = "", dataset: str = "") -> dict[str, Any]:
     """Return the values, not resolved yet, of a run that is given nothing but these.
 
-    The optimizer and the data set are not among them: a file that names one gives it. Without an
-    optimizer the others are those of the one that the data set has.
+    The optimizer and the data set are not among them. Without an optimizer it is the data set's.
     """
     values = {
         name: field.default for name, field in FIELDS.items() if OWNER.get(name, method) is method
@@ -276,9 +274,8 @@ def resumed(
     """Return the settings of a run that goes on: those `saved` in its config.toml, by flat name.
 
     What is `given` beside them may only repeat them, or what was `asked` for where that was
-    something else, except for OF_THE_JOB, where it counts, and for more outer iterations than
-    before; what stands as a share of them stays at the iteration where it was. Raises UserError
-    that names the first difference.
+    something else, except for OF_THE_JOB and for more outer iterations than before; shares of these
+    stay at the iteration where they were. Raises UserError that names the first difference.
     """
     whole = {**saved, "resume": True}
     if asked:
@@ -328,9 +325,9 @@ def _without_repeated(asked: dict[str, Any], given: Mapping[str, Any]) -> dict[s
 
 
 def first_difference(saved: Mapping[str, Any], settings: Settings) -> str | None:
-    """Return the first setting in which the run of a saved config.toml is another than `settings`.
+    """Return the first setting, but of the job, in which a `saved` run is another than `settings`.
 
-    What describes the job does not count. Raises UserError where `saved` is no whole run.
+    Raises UserError where `saved` is no whole run.
     """
     before, now = flat_values(check_saved(saved, "it")), flat_values(settings)
     for name in now:
@@ -346,8 +343,7 @@ def _plain(value: object) -> str:
 def to_toml(settings: Settings, extra: Mapping[str, object], asked: Settings | None = None) -> str:
     """Write settings as TOML text that `--config` reads back to an equal Settings.
 
-    `extra` (the versions of the software) becomes the table `[versions]`, which is not read back,
-    and what of `asked` was something else the table `[asked]`, for `resumed`.
+    `extra` becomes the table `[versions]`, and what of `asked` was something else `[asked]`.
     """
     values = flat_values(settings)
     table = _to_table(values, values)

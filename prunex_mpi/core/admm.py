@@ -44,17 +44,11 @@ from prunex_mpi.settings.fields import RHO_MIN, Settings
 def start_from_(state: State, settings: Settings, source: Tensor) -> None:
     """Let theta start the local steps from `source`, which is on the mask. Uses `scratch`.
 
-    What becomes of groups that z has dropped while masks may still change is said by `--dropped`:
-
-    - `cut`: theta is zero there. Neither what feeds a channel of a coupled group nor what reads it
-      gets a gradient then, so it moves again only by what momentum and duals hold of it, which are
-      masked from the freeze on. A few come back by that.
-    - `shrink`: theta goes on from where it was, less in equal parts until the masks freeze, when
-      nothing is left of a group that stayed out (as in HESSO, Chen et al. 2024). So groups come
-      back where their score says so.
-
-    Such groups are each node's own, and travel only once z has them again. Their v stays what it
-    was, and residuals count them.
+    Groups that z has dropped while masks may still change are zero in theta with `--dropped cut`:
+    they get no gradient, and few come back, by momentum and duals alone. With `shrink` theta goes
+    on from where it was there, less in equal parts until the masks freeze (as in HESSO, Chen et al.
+    2024): groups come back where their score says so. They are each node's own, and travel only
+    once z has them again. Their v stays what it was, and residuals count them.
     """
     if settings.dropped == "cut" or state.frozen:
         state.theta.copy_(source)
@@ -72,11 +66,10 @@ def set_anchor_(state: State) -> None:
 
 
 def share_pull_(state: State, settings: Settings) -> Tensor | float:
-    """Let the optimizer add rho1 theta, beside the weight decay that it has; set the anchor.
+    """Set the anchor; let the optimizer add rho1 theta beside its weight decay where it can.
 
-    The gradient of the proximal term is rho1 theta - anchor, and rho1 theta is a weight decay: the
-    optimizer's one pass adds it where it can. Returns the rho1 by which `add_pull_` has to do it: 0
-    where the optimizer does, one number for all parameters, or one for each, [numel].
+    Returns the rho1 by which `add_pull_` has to do it: 0 where the optimizer does, one number for
+    all parameters, or one for each, [numel].
     """
     set_anchor_(state)
     rho1 = one_or_all(state.rho1)
@@ -122,9 +115,12 @@ def weigh_candidate(
 ) -> Tensor:
     """Return [rho1 mean(theta + u) + rho2 (z - v)] / (decay + rho1 + rho2) in `scratch`.
 
-    `decay` is that of each segment, [segments]. `total` is the sum of theta + u over `ranks` ranks,
-    in the memory of `scratch`; without it the mean is this rank's own theta + u.
+    Without duals it is the mean alone. `decay` is that of each segment, [segments]. `total` is the
+    sum of theta + u over `ranks` ranks, in the memory of `scratch`; without it the mean is this
+    rank's own theta + u.
     """
+    if state.consensus_sgd:
+        return sum_candidate(state) if total is None else total.div_(ranks)
     # Between z - v and the mean, times what the weight decay leaves of it.
     weights = one_or_all(state.rho1 / (state.rho1 + state.rho2))
     left = (state.rho1 + state.rho2) / (decay + state.rho1 + state.rho2)
@@ -170,10 +166,7 @@ def step_duals_(state: State, measured: bool) -> np.ndarray | None:
 
 
 def forget_duals_(state: State, settings: Settings) -> None:
-    """Set u to zero in groups that z has dropped, as long as theta has them.
-
-    It would add up what z does not want to have.
-    """
+    """Set u to zero in groups that theta has and z does not: it would add them up."""
     if settings.dropped != "cut" and not state.frozen:
         apply_factors_(state.u, state.layout, state.groups, state.factors)
 
@@ -223,8 +216,7 @@ def compute_residuals(
 ) -> Residuals:
     """Compute residuals and the stopping test from the norms summed over all ranks.
 
-    The dual residual of the inter level is rho2 (z^{k+1} - z^k); thresholds as in section 3.3.1 of
-    Boyd et al. with N n elements per layer.
+    Thresholds as in section 3.3.1 of Boyd et al. with N n elements per layer.
     """
     root = NormSums(*(np.sqrt(s) for s in sums))
     floor = np.sqrt(world_size * numels) * eps_abs
@@ -245,9 +237,8 @@ def converges(residuals: Residuals | None) -> bool:
 
 
 def own_residuals(norms: NormSums | None, state: State) -> dict[str, float]:
-    """Return what this rank contributes to each residual: its norm over all layers.
+    """Return this rank's part of each residual, {} where none were measured.
 
-    All but `intra_primal` are the same on all ranks of a node. Nothing where none were measured.
     The squares of all ranks add up to the square of the residual.
     """
     if norms is None:
@@ -264,10 +255,9 @@ def own_residuals(norms: NormSums | None, state: State) -> dict[str, float]:
 def find_residuals(
     world: MPI.Comm, state: State, settings: Settings, norms: NormSums | None, loss: float
 ) -> tuple[Residuals | None, float]:
-    """Return the residuals of both levels per layer, and the mean loss over all ranks.
+    """Return the residuals of both levels per layer, and the mean loss, alike on all ranks.
 
-    One message of nine norms per layer, of the loss alone where none were measured; alike on all
-    ranks, since the stopping test and the penalties are decided on it. Collective on `world`.
+    One message of nine norms per layer and the loss. Collective on `world`.
     """
     if norms is None:
         return None, mean_loss(world, state, loss)
@@ -297,20 +287,16 @@ def update_penalties(state: State, settings: Settings, residuals: Residuals | No
 
     Only `balance` looks at the residuals. While z is under way rho2 waits for it, as v does.
     """
-    intra = (None, None)
-    if residuals is not None:
-        intra = residuals.intra_primal, residuals.intra_dual
-    state.rho1 = _rescaled(state.u, state.rho1, state, settings, intra)
+    found = residuals and (residuals.intra_primal, residuals.intra_dual)
+    state.rho1 = _rescaled(state.u, state.rho1, state, settings, found)
     if not state.position.under_way:
         update_rho2(state, settings, residuals)
 
 
 def update_rho2(state: State, settings: Settings, residuals: Residuals | None = None) -> None:
     """Update rho2 as `update_penalties` does; where z was under way once v has followed it."""
-    inter = (None, None)
-    if residuals is not None:
-        inter = residuals.inter_primal, residuals.inter_dual
-    state.rho2 = _rescaled(state.v, state.rho2, state, settings, inter)
+    found = residuals and (residuals.inter_primal, residuals.inter_dual)
+    state.rho2 = _rescaled(state.v, state.rho2, state, settings, found)
 
 
 def _rescaled(
@@ -318,11 +304,11 @@ def _rescaled(
     rho: np.ndarray,
     state: State,
     settings: Settings,
-    found: tuple[np.ndarray | None, np.ndarray | None],
+    found: tuple[np.ndarray, np.ndarray] | None,
 ) -> np.ndarray:
     """Return the next `rho`, and rescale its dual in place."""
     rule = settings.penalty, settings.rho_factor, settings.rho_max
-    new = update_penalty(rho, *found, *rule)
+    new = update_penalty(rho, *(found or (None, None)), *rule)
     if np.any(new != rho):
         scale_(dual, state.layout, rho / new)
     return new
@@ -338,9 +324,8 @@ def update_penalty(
 ) -> np.ndarray:
     """Return the penalties of the next iteration, float64 [layers].
 
-    `fixed` keeps them, `ramp` multiplies by `factor` up to `rho_max`, `balance` is Boyd's residual
-    balancing: times `factor` where the primal residual exceeds ten times the dual one, divided
-    where it is the other way round. The caller rescales the duals by old / new.
+    `balance` is Boyd's residual balancing: times `factor` where the primal residual exceeds ten
+    times the dual one, divided where it is the other way round.
     """
     if rule == "fixed":
         return rho

@@ -17,20 +17,16 @@ from prunex_mpi.models.layout import bits_digest
 
 
 def holds_alike(wire: Wire, state: State, flat: Tensor, spare: Tensor) -> bool:
-    """Return whether `flat` has the same bits on all ranks; `spare`, as long, is overwritten.
-
-    Collective on `wire.comm`.
-    """
+    """Return whether `flat` is alike on all ranks; `spare` is overwritten. Collective on `comm`."""
     digest = bits_digest(flat, spare)
     with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
         return digests_agree(wire.comm, digest)
 
 
 def take_first_(wire: Wire, state: State, where: str) -> None:
-    """Go on from the first rank's theta, and from all of its that moves theta; a line says so.
+    """Go on from the first rank's theta, u, optimizer and shared memory; a line says so.
 
-    That is u, what the optimizer remembers, and of the method's memory what ranks share. All that
-    is of this rank alone stays. The gradient is overwritten. Collective on `wire.comm`.
+    The gradient is overwritten. Collective on `wire.comm`.
     """
     theta, before = state.theta, state.spare
     before.copy_(theta)

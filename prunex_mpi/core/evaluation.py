@@ -30,6 +30,7 @@ from prunex_mpi.core.state import (
     wires_of,
 )
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.dummy_input import keeping
 from prunex_mpi.models.layout import trained_parameters
 from prunex_mpi.settings.fields import Settings
 
@@ -51,17 +52,8 @@ def memory_of_ema(settings: Settings, state: State) -> dict[str, Tensor]:
     }
 
 
-def begin_anew_(state: State) -> None:
-    """Let the average begin with the next z."""
-    state.memory[EMA_COUNT].zero_()
-
-
 def add_z_(state: State, settings: Settings) -> None:
-    """Set the average to D average + (1 - D) z, the first to z, and its statistics likewise.
-
-    Those that go with z are in `stats`, the same on all ranks. Does nothing without
-    `--model-ema-decay`.
-    """
+    """Set the average to D average + (1 - D) z, the first to z, and its statistics likewise."""
     if EMA not in state.memory:
         return
     average, of_statistics = state.memory[EMA], state.memory[EMA_STATS]
@@ -74,22 +66,30 @@ def add_z_(state: State, settings: Settings) -> None:
     state.memory[EMA_COUNT].add_(1)
 
 
-def is_mean_of_several(state: State) -> bool:
-    """Return whether the average is another network than z."""
-    return EMA in state.memory and int(state.memory[EMA_COUNT]) > 1
+def average_z_(topology: Topology, context: RunContext, changed: bool, estimated: bool) -> None:
+    """Let the average of z take in what z has become; anew where the mask has `changed`.
 
-
-def keep_statistics_(state: State) -> None:
-    """Make the BatchNorm means and variances of the model those of the average."""
-    batchnorm.read_plain_(state.bn_modules, state.memory[EMA_STATS])
+    Where statistics were `estimated` on z for good they are on the average as well. Collective on
+    `world`.
+    """
+    state = context.state
+    if EMA not in state.memory:
+        return
+    if changed:
+        state.memory[EMA_COUNT].zero_()
+    if state.position.under_way or state.position.apart:
+        # It is taken in when it arrives, or is new; what z still is has been already.
+        return
+    add_z_(state, context.settings)
+    if estimated and int(state.memory[EMA_COUNT]) > 1:
+        with ema_of(state):
+            estimate_statistics(topology, context)
+            batchnorm.read_plain_(state.bn_modules, state.memory[EMA_STATS])
 
 
 @contextmanager
 def ema_of(state: State) -> Iterator[None]:
-    """Have the average, and its statistics, in place of z for the block.
-
-    Nothing changes where there is none, or where it has yet to begin.
-    """
+    """Have the average, if it has begun, and its statistics in place of z for the block."""
     if EMA not in state.memory or not int(state.memory[EMA_COUNT]):
         yield
         return
@@ -130,10 +130,7 @@ def memory_of_best(settings: Settings, state: State) -> dict[str, Tensor]:
 
 
 def keep_best_(context: RunContext, found: dict[str, float]) -> None:
-    """Keep z and its statistics in the memory where they are the best of the run so far.
-
-    `found` is what `judge` has returned. Every rank decides alike.
-    """
+    """Keep z and its statistics in the memory where `found`, of `judge`, is the best so far."""
     state, settings, k = context.state, context.settings, context.state.position.iteration
     stage, accuracy = stage_of(settings, k, state.frozen), found.get("accuracy", 0.0)
     here = Judged(k, stage, density(state), accuracy, found["loss"])
@@ -161,9 +158,8 @@ def votes(settings: Settings) -> bool:
 def is_better(here: Judged, best: Judged, by_size: bool) -> bool:
     """Return whether a network is better than the best one so far.
 
-    That is one at a later stage of pruning; of the same stage the smaller one, where `by_size` says
-    that sizes differ for another reason than which groups are kept; then the higher accuracy
-    counts, then the lower loss.
+    By the later stage of pruning, then, where it counts `by_size`, the lower density, then the
+    higher accuracy, then the lower loss.
     """
     if here.stage != best.stage:
         return here.stage > best.stage
@@ -176,10 +172,7 @@ def is_better(here: Judged, best: Judged, by_size: bool) -> bool:
 
 @contextmanager
 def best_of(context: RunContext) -> Iterator[None]:
-    """Have the best z that was kept, its statistics and mask in place of the last for the block.
-
-    Without one nothing changes.
-    """
+    """Have the best z that was kept, if any, its statistics and mask in place of the last."""
     state = context.state
     if not _is_kept(state):
         yield
@@ -214,11 +207,9 @@ EVALUATION_BATCH = 256
 def evaluate(topology: Topology, context: RunContext, estimate: bool = False) -> dict[str, float]:
     """Return the loss of z over the test shares of all ranks, and what else the task measures.
 
-    With `--model-ema-decay` the average takes the place of z. Where images are held out for it,
-    those are what it is tested on, and the best z by them is kept. With `estimate` the BatchNorm
-    statistics are estimated on z for as long as this takes. Training does not notice. Collective on
-    `world`; every rank receives the same numbers, or raises UserError where one could not read an
-    image.
+    Of the average of z, if there is one; the best by held-out data is kept. With `estimate` the
+    BatchNorm statistics are estimated on it for as long as this takes. Training does not notice.
+    Collective on `world`: all receive the same numbers, or raise UserError.
     """
     judged = statistics_of_z(topology, context) if estimate else nullcontext()
     # Statistics are estimated on what is judged.
@@ -231,10 +222,7 @@ def evaluate(topology: Topology, context: RunContext, estimate: bool = False) ->
 
 @contextmanager
 def averaged_buffers(topology: Topology, context: RunContext) -> Iterator[None]:
-    """Have the averages of other buffers in the model for the block; put each rank's own back.
-
-    Collective on `world`.
-    """
+    """Have the averages of other buffers in the model for the block. Collective on `world`."""
     own = average_other_buffers_(topology, context)
     try:
         yield
@@ -244,11 +232,9 @@ def averaged_buffers(topology: Topology, context: RunContext) -> Iterator[None]:
 
 
 def average_other_buffers_(topology: Topology, context: RunContext) -> list[tuple[Tensor, Tensor]]:
-    """Average what floating-point buffers, BatchNorm's apart, are not the same on all ranks.
+    """Average the floating-point buffers, BatchNorm's apart, that are not the same on all ranks.
 
-    Norms of other kinds keep running statistics as well, each rank of its own images; the network
-    that is delivered has those of one rank. Returns them with what they were. Collective on
-    `world`.
+    Returns them with what they were. Collective on `world`.
     """
     state, world = context.state, topology.world
     model = context.problem.model
@@ -305,26 +291,18 @@ def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, floa
 
 @contextmanager
 def statistics_of_z(topology: Topology, context: RunContext) -> Iterator[None]:
-    """Estimate the BatchNorm statistics on z for the time of the block.
-
-    Collective on `world`.
-    """
+    """Estimate the BatchNorm statistics on z for the time of the block. Collective on `world`."""
     modules = context.state.bn_modules
-    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    estimate_statistics(topology, context)
-    try:
+    with keeping(buffer for module in modules for buffer in module.buffers()):
+        estimate_statistics(topology, context)
         yield
-    finally:
-        for buffer, value in kept:
-            buffer.copy_(value)
 
 
 def estimate_statistics(topology: Topology, context: RunContext) -> None:
-    """Estimate the BatchNorm statistics again on z and average them over all ranks.
+    """Estimate the BatchNorm statistics again on z, and average them over all ranks.
 
-    Pruning moves z away from the theta whose statistics were averaged. Each rank runs a few batches
-    of its own shard, of equal weight. Raises UserError on every rank where one could not read an
-    image. Collective on `world`.
+    Each rank runs a few batches of its own shard. Raises UserError on every rank where one could
+    not read an image. Collective on `world`.
     """
     state, problem = context.state, context.problem
     if not state.bn_modules:
@@ -347,10 +325,7 @@ def estimate_statistics(topology: Topology, context: RunContext) -> None:
 
 
 def check_readable(world: MPI.Comm, context: RunContext) -> None:
-    """Raise UserError on every rank if any could not read an image. Collective on `world`.
-
-    Where images are no files it returns at once.
-    """
+    """Raise UserError on every rank if any could not read an image. Collective on `world`."""
     reader = context.problem.reader
     if reader is not None:
         with agreeing(context.state, "Allreduce of what went wrong", VERDICT_BYTES):
@@ -360,11 +335,10 @@ def check_readable(world: MPI.Comm, context: RunContext) -> None:
 def check_divergence(topology: Topology, context: RunContext, loss: float) -> None:
     """Raise Diverged on every rank if any rank's loss or weights say that training went wrong.
 
-    Not finite, or a mean loss of many times the first outer iteration's; where that is less than
-    what guessing costs, as with a network that was trained before, of many times the latter. A loss
-    of the user's own that begins at 0 or below has no such bound. Comes before phase 2, so that
-    nothing of it enters a consensus, nor of images that could not be read; that, and what a rank
-    has noted in `context.failures`, is raised as it is. Collective on `world`.
+    They are not finite, or the mean loss is many times the first outer iteration's, or that of
+    guessing where that is more. Comes before phase 2, so that nothing of it enters a consensus, nor
+    of images that could not be read; that, and what is in `context.failures`, is raised as it is.
+    Collective on `world`.
     """
     first = context.state.position.first_loss
     normal = max(first or 0.0, context.problem.guess_loss)
@@ -376,18 +350,14 @@ def check_divergence(topology: Topology, context: RunContext, loss: float) -> No
 
 
 def check_errors(topology: Topology, context: RunContext) -> None:
-    """Raise on every rank what `check_divergence` would, where phase 1 was left before its end.
-
-    A part of its steps says nothing of the size of the mean loss. Collective on `world`.
-    """
+    """Do as `check_divergence` after a part of phase 1, but for its loss. Collective on `world`."""
     _refuse_together(topology, context, _not_finite(context, context.state.position.loss_sum))
 
 
 def check_finite(topology: Topology, context: RunContext) -> None:
     """Raise Diverged on every rank where what any holds would spoil a checkpoint.
 
-    An exchange can make z infinite, as a sum in fewer bits; an iteration that is not evaluated
-    does not tell. Collective on `world`.
+    An exchange can make z infinite, as a sum in fewer bits. Collective on `world`.
     """
     state = context.state
     held = [state.theta, state.z] + ([state.payload] if state.position.under_way else [])
@@ -395,10 +365,7 @@ def check_finite(topology: Topology, context: RunContext) -> None:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in held):
         text = f"weights are not finite after outer iteration {state.position.iteration - 1}"
         problem = UserError(f"{text}; lower --lr or check the data", FAILURE)
-    try:
-        raise_together(topology.world, problem)
-    except UserError as agreed:
-        raise Diverged(str(agreed), agreed.exit_code) from None
+    _raise_together(topology.world, problem)
 
 
 def _not_finite(context: RunContext, loss: float) -> str:
@@ -408,10 +375,7 @@ def _not_finite(context: RunContext, loss: float) -> str:
 
 
 def _detached_gradient(context: RunContext) -> UserError | None:
-    """Return what is wrong where a parameter no longer has its gradient in the flat vector.
-
-    The optimizer would move it no more, and nothing would tell.
-    """
+    """Return what is wrong where the optimizer would no longer see a parameter's gradient."""
     whole = context.state.grad.untyped_storage().data_ptr()
     for name, parameter in trained_parameters(context.problem.model).items():
         grad = parameter.grad
@@ -424,10 +388,7 @@ def _detached_gradient(context: RunContext) -> UserError | None:
 
 
 def _refuse_together(topology: Topology, context: RunContext, problem: str) -> None:
-    """Raise on all what one has met: a `problem` as Diverged, what it could not do as it is.
-
-    Collective on `world`.
-    """
+    """Raise on all what one has met: a `problem` as Diverged. Collective on `world`."""
     state, reader = context.state, context.problem.reader
     failure = reader.error if reader is not None else None
     failure = failure or next(iter(context.failures), None) or _detached_gradient(context)
@@ -437,9 +398,14 @@ def _refuse_together(topology: Topology, context: RunContext, problem: str) -> N
             "lower --lr or check the data",
             FAILURE,
         )
+    with agreeing(state, "Allreduce of what went wrong", VERDICT_BYTES):
+        _raise_together(topology.world, failure)
+
+
+def _raise_together(world: MPI.Comm, failure: UserError | None) -> None:
+    """Raise the first rank's failure on all, as Diverged by its code. Collective on `world`."""
     try:
-        with agreeing(state, "Allreduce of what went wrong", VERDICT_BYTES):
-            raise_together(topology.world, failure)
+        raise_together(world, failure)
     except UserError as agreed:
         if agreed.exit_code != FAILURE:
             raise

@@ -1,10 +1,14 @@
-"""Find, load and measure a data set together: each rank its share of the images."""
+"""Find, load and measure a data set together: each rank its share of the images.
+
+A text is read once per machine, and each rank gets its windows of it.
+"""
 
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,20 +18,26 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text, require_same, run_collectively_while
+from prunex_mpi.comm.agreement import (
+    broadcast_text,
+    require_same,
+    run_collectively,
+    run_collectively_while,
+)
 from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.text_loading import READ, load_text, share_text
 from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.data.image_files import CONTENTS, Known, read_share
-from prunex_mpi.data.text import TextSet
-from prunex_mpi.data.text_files import BYTES
+from prunex_mpi.data.text import Text, TextSet, take_windows, text_of
+from prunex_mpi.data.text_files import BYTES, Prepared, Tokenizer, forget, prepare, prepared_from
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.settings.fields import TEXT, Settings
 
 CPU = torch.device("cpu")
+# By which what has been read of a text goes by among what ranks know of a data set.
+READ = "text"
 # Of each rank, for mean and deviation of the colours, which they give to about 0.001.
 MEASURED_IMAGES = 16384
 # Classes and side of the images of data sets that are always the same.
@@ -44,9 +54,8 @@ def share_contents(
 ) -> Known:
     """Return what lies in all class folders or tar files of a data set; each rank reads a share.
 
-    Unless `with_test` in those of training images alone. Of text it is all of it, by `tokenizer`;
-    {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for what one can't
-    read. Collective on `world`.
+    Of text it is all of it, by `tokenizer`; {} for a data set of another kind. Raises UserError
+    (UNREADABLE) everywhere for what one can't read. Collective on `world`.
     """
     if name == TEXT:
         return share_text(world, data_dir, tokenizer, heartbeat)
@@ -64,6 +73,56 @@ def share_contents(
         found |= {path: CONTENTS[name](**told) for path, told in share.items()}
         heartbeat.go_on()
     return found
+
+
+def share_text(
+    world: MPI.Comm,
+    data_dir: str,
+    tokenizer: str,
+    heartbeat: Heartbeat,
+    known: Tokenizer | None = None,
+) -> Mapping[str, Any]:
+    """Return {READ: the text}, read and cut into tokens by the first rank of each machine alone.
+
+    With chars its vocabulary may be `known`. Raises UserError (UNREADABLE) on every rank where one
+    can't read it. Collective on `world`.
+    """
+    host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    made: list[Prepared] = []
+
+    def read(going: Callable[[], None]) -> str:
+        if host.rank:
+            return ""
+        made.append(prepare(data_dir, tokenizer, going, known))
+        return json.dumps(made[0].as_json())
+
+    try:
+        told = run_collectively_while(world, read, heartbeat.go_on)
+        prepared = prepared_from(json.loads(broadcast_text(host, told)))
+        text = run_collectively(world, lambda: text_of(prepared))
+    finally:
+        for one in made:
+            forget(one.files if one.temporary else ())
+        host.Free()
+    require_same(world, "the text or the tokenizer", text.digest)
+    return {READ: text}
+
+
+def load_text(world: MPI.Comm, settings: Settings, known: Mapping[str, Any]) -> TextSet:
+    """Return this rank's windows of a `known` text; raise alike. Collective on `world`."""
+    text: Text = known[READ]
+    windows = run_collectively(
+        world,
+        lambda: take_windows(
+            text,
+            settings.context,
+            samples=(settings.train_samples, settings.test_samples),
+            val_split=settings.val_split,
+            part=(world.rank, world.size),
+        ),
+    )
+    log.info("%s", text.found)
+    return windows
 
 
 def find_inputs(settings: Settings, known: Known) -> Inputs:
@@ -100,8 +159,7 @@ def load_dataset(
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
     Their training images will be on `device` as well; `known` is what `share_contents` has
-    returned. Unless `with_test` nothing of the test images is read. Raises UserError (UNREADABLE)
-    where all images are of one class. Collective on `world`.
+    returned. Raises UserError (UNREADABLE) where all are of one class. Collective on `world`.
     """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
@@ -175,10 +233,7 @@ def free_room(topology: Topology, device: torch.device) -> int | None:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """Return what the GPU is known by on all machines.
-
-    The number of a device identifies no GPU where each rank sees only its own.
-    """
+    """Return what the GPU is known by on all machines, as its number is not."""
     if uuid := getattr(torch.cuda.get_device_properties(device), "uuid", ""):
         return str(uuid)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")

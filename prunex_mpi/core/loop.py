@@ -15,17 +15,12 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.core.admm import Residuals
 from prunex_mpi.core.evaluation import (
-    EMA,
     LASTING,
     PASSING,
-    add_z_,
     average_other_buffers_,
-    begin_anew_,
-    ema_of,
+    average_z_,
     estimate_statistics,
     evaluate,
-    is_mean_of_several,
-    keep_statistics_,
 )
 from prunex_mpi.core.metrics import iteration_record, layer_records, quality, rank_record
 from prunex_mpi.core.schedule import Stage, local_steps, rounds_left
@@ -35,10 +30,9 @@ from prunex_mpi.pruning.masks import mask_drift
 
 @dataclass(frozen=True)
 class Round:
-    """Outer iteration `k` under way.
+    """Outer iteration `k` under way: when it `started`, with which mask.
 
-    When it began, whether it is the last, which mask was in force then, seconds of its phases, and
-    those of them that went to messages; this rank's own residuals where they are measured.
+    `seconds` are those of its phases, `exchange` the part of them that went to messages.
     """
 
     k: int
@@ -71,11 +65,7 @@ def phase(context: RunContext, this: Round, name: str) -> Iterator[None]:
 
 
 def split_local(context: RunContext, this: Round, waiting: str) -> None:
-    """Take out of the phase `local` what was the method's own and what was `waiting`.
-
-    The former is a part of the phase `project`, the latter of the one so named, and what the last
-    exchange took of it a part of `inter`. What a method does once to begin is `setup`.
-    """
+    """Take out of the phase `local` what was the method's own, and what was the phase `waiting`."""
     clock, seconds = context.state.position.clock, this.seconds
     seconds["local"] += clock.earlier - clock.method - clock.exchange - clock.behind - clock.setup
     seconds["setup"] = clock.setup
@@ -124,10 +114,7 @@ def goes_behind(context: RunContext, this: Round, stage: Stage) -> bool:
 
 
 def needs_z(context: RunContext, this: Round, stage: Stage) -> bool:
-    """Return whether z is looked at in this outer iteration.
-
-    To be evaluated or delivered, to measure residuals, to freeze.
-    """
+    """Return whether z is evaluated, delivered, measured or frozen in this outer iteration."""
     return this.last or stage.freeze or stage.measured or evaluates(context, this)
 
 
@@ -178,24 +165,3 @@ def finish_round(
     position.converged_of = context.settings.outer_iterations if converged else 0
     next_iteration(position, loss)
     return record
-
-
-def average_z_(topology: Topology, context: RunContext, changed: bool, estimated: bool) -> None:
-    """Let the average of z take in what z has become; anew where the mask has `changed`.
-
-    Where statistics were `estimated` on z for good they are on the average as well. Collective on
-    `world`.
-    """
-    state = context.state
-    if EMA not in state.memory:
-        return
-    if changed:
-        begin_anew_(state)
-    if state.position.under_way or state.position.apart:
-        # It is taken in when it arrives, or is new; what z still is has been already.
-        return
-    add_z_(state, context.settings)
-    if estimated and is_mean_of_several(state):
-        with ema_of(state):
-            estimate_statistics(topology, context)
-            keep_statistics_(state)

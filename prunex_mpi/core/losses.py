@@ -109,9 +109,8 @@ class Teacher:
 def distilled(teacher: Teacher, images: Tensor, outputs: Any, loss: Tensor) -> Tensor:
     """Return (1 - a) loss + a T^2 KL(p || q), p and q softmax(logits / T) of teacher and learner.
 
-    a is the teacher's share and T the temperature; KL is the mean over the batch. `images` are
-    [b, 3, S, S], or tokens, as the learner saw them, `outputs` its logits of them, or what begins
-    with them. T^2 keeps the size of the gradient whatever T. Raises UserError for other outputs.
+    a is the teacher's share and T the temperature; KL is the mean over the batch. `outputs` are the
+    learner's logits of `images` [b, 3, S, S], or of tokens, or begin with them, else UserError.
     """
     if teacher.scale is not None:
         images = images * teacher.scale + teacher.shift

@@ -14,15 +14,12 @@ from prunex_mpi.pruning.projection import group_energies, select
 
 
 def project_locally(flat: Tensor, state: State, strict: float, round_to: int) -> np.ndarray:
-    """Return the support of the projection of one node's candidate (kinds one after the other).
-
-    `flat` is what `scored` made of the candidate. Does not communicate.
-    """
+    """Return the support of the projection of `flat`, of `scored`; kinds one after the other."""
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
         energies = _energies_left(flat, state, selections, mask).numpy()
         chosen = select(energies, selections, strict, round_to, state.groups)
-        _keep(mask, selections, chosen)
+        mask[selections[0].start : selections[-1].stop] = chosen
     return mask
 
 
@@ -32,9 +29,8 @@ def agree_by_vote(
     """Return the shared mask that keeps the most of sum_i P_i |z~_i,g|^2, alike on every leader.
 
     Per kind of group: Reduce SUM of one float per group to the first leader, which decides alone
-    and broadcasts packed bits, since sums need not have the same bits on every rank. `flat` is what
-    `scored` made of this node's candidate, `node_size` is P_i. Collective on `leader.comm`;
-    followers must not call it.
+    and broadcasts packed bits. `flat` is as in `project_locally`, `node_size` is P_i. Collective on
+    `leader.comm`.
     """
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
@@ -44,22 +40,16 @@ def agree_by_vote(
         chosen = np.zeros(energies.shape, dtype=bool)
         if leader.comm.rank == 0:
             chosen = select(energies.numpy(), selections, strict, round_to, state.groups)
-        _keep(mask, selections, leader.broadcast_bits(chosen, "mask"))
+        chosen = leader.broadcast_bits(chosen, "mask")
+        mask[selections[0].start : selections[-1].stop] = chosen
     return mask
 
 
 def agree_by_or(leader: Wire, mask: np.ndarray) -> np.ndarray:
-    """Return the union of the leaders' masks (Eq. 14): Allreduce BOR of packed bits.
-
-    Collective on `leader.comm`; followers must not call it.
-    """
+    """Return the union of the leaders' masks (Eq. 14), as bits. Collective on `leader.comm`."""
     bits = torch.from_numpy(np.packbits(mask))
     leader.reduce_(bits, MPI.BOR, kind="mask")
     return np.unpackbits(bits.numpy(), count=mask.size).astype(bool)
-
-
-def _keep(mask: np.ndarray, selections: tuple[Selection, ...], chosen: np.ndarray) -> None:
-    mask[selections[0].start : selections[-1].stop] = chosen
 
 
 def _energies_left(
@@ -69,5 +59,5 @@ def _energies_left(
         return flat.to("cpu", copy=True)
     # Groups of a further kind are chosen among what the kinds before it left.
     first = selections is state.groups.kinds[0]
-    factors = None if first else build_factors(mask, state.groups, flat.device, flat.dtype)
+    factors = () if first else build_factors(mask, state.groups, flat.device, flat.dtype)
     return group_energies(flat, state.layout, state.groups, selections, factors)

@@ -29,13 +29,7 @@ from prunex_mpi.comm.traffic import NOTHING, Clock
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.evaluation import add_z_
 from prunex_mpi.core.state import CODED, KNOWN, PLAIN, REST, SHARED, Part, State, agreeing
-from prunex_mpi.core.sums import (
-    allocate_coded,
-    coded_bytes,
-    first_blocks,
-    sum_coded_,
-    whole_blocks,
-)
+from prunex_mpi.core.sums import allocate_coded, coded_bytes, first_blocks, sum_coded_, whole_blocks
 from prunex_mpi.models import batchnorm
 from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.masks import apply_factors_
@@ -49,9 +43,9 @@ def fill_message_(
 ) -> dict[str, int]:
     """Write what this node contributes, on its leader; count it, and return what was counted.
 
-    The whole message, or one `part` of it. Of that z_i, v_i and z must stay as they are until it is
-    taken over. With one node there is nobody to save bytes for: everything is plain. Where the mask
-    has changed, collective on `leader.comm`.
+    The whole message, or one `part`, of which z_i, v_i and z must stay as they are until it is
+    taken over. With one node everything is plain. Where the mask has changed, collective on
+    `leader.comm`.
     """
     part = part or state.whole_message
     coded = payload != "fp32" and leader.ring > 1
@@ -87,10 +81,7 @@ def fill_message_(
 
 
 def message_bytes(payload: str, parameters: int, statistics: int, size: int) -> int:
-    """Return the bytes of one leader's message, as they are counted where there are several nodes.
-
-    So many `parameters` and BatchNorm `statistics` travel, whose dtype has `size` bytes.
-    """
+    """Return the bytes of a message of so many values, whose dtype has `size` bytes."""
     if payload == "fp32":
         return (parameters + statistics) * size
     return coded_bytes(payload, parameters, size) + coded_bytes(STATISTICS, statistics, size)
@@ -180,11 +171,11 @@ def way_of(state: State) -> str:
 
 
 def take_over_(state: State, way: str, behind: bool = False, freezes: bool = False) -> None:
-    """Make the mean that has come z, expanded, zero where the mask is; set the statistics.
+    """Make the mean that has come PLAIN or CODED z, zero where the mask is; set the statistics.
 
-    It has come PLAIN or CODED. What z was before is then `last_z`. With `behind` the model has
-    gone on training since: its statistics move by as much as those of the node by which it began.
-    The mask `freezes` where it was chosen in this outer iteration. Does not communicate.
+    What z was before is then `last_z`. With `behind` the model has gone on training since: its
+    statistics move by as much as those of the node. The mask `freezes` where it was chosen in this
+    outer iteration. Does not communicate.
     """
     coded, whole = way == CODED, state.whole_message
     message, statistics = _arrived(state, whole, coded)
@@ -244,18 +235,17 @@ def outer_memory(theta: Tensor) -> dict[str, Tensor]:
 
 
 def outer_step_(state: State, settings: Settings) -> None:
-    """Step from `last_z` towards z, the mean of the ranks.
-
-    b = momentum b + (old_z - z), z = old_z - lr (old_z - z + momentum b). Written so that lr 1
-    without momentum is the mean, bit for bit. The mask is kept: old_z, z and b vanish outside of
-    it. Does nothing where the method has no velocity.
-    """
+    """Step from `last_z` towards z, the mean of the ranks, where the method has a velocity."""
     if VELOCITY in state.memory:
         _nesterov_(settings, state.last_z, state.z, state.memory[VELOCITY])
 
 
 def _nesterov_(settings: Settings, last: Tensor, mean: Tensor, velocity: Tensor) -> None:
-    """Make the mean what the outer step leads to; `last` is overwritten."""
+    """Make the mean what the outer step leads to; `last` is overwritten.
+
+    b = momentum b + (last - mean), mean = last - lr (last - mean + momentum b). Written so that lr
+    1 without momentum is the mean, bit for bit. The mask is kept: all vanish outside of it.
+    """
     lr, momentum = settings.options.outer_lr, settings.options.outer_momentum
     step = last.sub_(mean)
     velocity.mul_(momentum).add_(step)
@@ -265,10 +255,9 @@ def _nesterov_(settings: Settings, last: Tensor, mean: Tensor, velocity: Tensor)
 def arrive_(
     state: State, settings: Settings, way: str, number: int = 0, behind: bool = False
 ) -> slice:
-    """Make z what was exchanged for it while training may have gone on `behind` it.
+    """Take over the whole message, or part `number` of it, with what follows from a new z.
 
-    That is the whole message, or part `number` of it. Returns its place in flat vectors. As
-    `take_over_`, with what follows from a new z.
+    Returns its place in flat vectors.
     """
     if number:
         part = state.parts_of_message(settings.fragments)[number - 1]
@@ -283,10 +272,7 @@ def arrive_(
 
 
 def _take_part_(state: State, settings: Settings, way: str, part: Part, behind: bool) -> None:
-    """Do for a part of z what `take_over_` and `outer_step_` do for all of it.
-
-    Masks do not change while parts travel.
-    """
+    """Do for a part of z what `take_over_` and `outer_step_` do for all; masks do not change."""
     coded, place = way == CODED, part.place
     message, statistics = _arrived(state, part, coded)
     unpack_(message, part.plan, state.scratch)

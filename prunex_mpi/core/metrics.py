@@ -37,38 +37,27 @@ def density(state: State) -> float:
 def layer_records(
     context: RunContext, iteration: int, residuals: Residuals | None
 ) -> list[dict[str, Any]]:
-    """Return one row of layers.jsonl per parameter tensor; null for what there is not.
-
-    Methods without dual variables have no penalties, and residuals are not always computed.
-    """
+    """Return one row of layers.jsonl per parameter tensor; null for what there is not."""
     state = context.state
     density = {i: kept / numel for i, (kept, numel) in kept_by_segment(state).items()}
     penalties = context.settings.method.consensus
-    rows = []
-    for i, segment in enumerate(state.layout.segments):
-        rows.append(
-            {
-                "iteration": iteration,
-                "layer": segment.name,
-                "density": density.get(i, 1.0),
-                "rho1": float(state.rho1[i]) if penalties else None,
-                "rho2": float(state.rho2[i]) if penalties else None,
-                **{
-                    name: float(getattr(residuals, name)[i]) if residuals else None
-                    for name in RESIDUALS
-                },
-            }
-        )
-    return rows
+    return [
+        {
+            "iteration": iteration,
+            "layer": segment.name,
+            "density": density.get(i, 1.0),
+            "rho1": float(state.rho1[i]) if penalties else None,
+            "rho2": float(state.rho2[i]) if penalties else None,
+            **{n: float(getattr(residuals, n)[i]) if residuals else None for n in RESIDUALS},
+        }
+        for i, segment in enumerate(state.layout.segments)
+    ]
 
 
 def iteration_record(
     context: RunContext, iteration: int, seconds: dict[str, float], residuals: Residuals | None
 ) -> dict[str, Any]:
-    """Return the part of a metrics.jsonl object that follows from the state.
-
-    Null where there is nothing, as in `layer_records`.
-    """
+    """Return what of a metrics.jsonl object follows from the state; null for what there is not."""
     state = context.state
     traffic = state.position.traffic
     penalties = context.settings.method.consensus
@@ -109,8 +98,7 @@ def rank_record(
 ) -> dict[str, Any]:
     """Return what one rank has for ranks.jsonl: seconds of each phase, work apart from messages.
 
-    `seconds` are those of whole phases, `exchange` is the part of them that went to messages, and
-    `broadcast` what of that of phase 4 was the broadcast in the node.
+    `broadcast` is what of those of phase 4 was the broadcast in the node.
     """
     messages = {phase: exchange.get(phase, 0.0) for phase in RANK_PHASES}
     computing = {phase: seconds.get(phase, 0.0) - messages[phase] for phase in RANK_PHASES}

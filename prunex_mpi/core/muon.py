@@ -21,10 +21,7 @@ ITERATIONS = 5
 # Root mean square of a step of AdamW, which Muon's has as well.
 STEP_RMS = 0.2
 
-LAYERS = (
-    *(nn.Linear, nn.MultiheadAttention),
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-)
+LAYERS = (*(nn.Linear, nn.MultiheadAttention), *(nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
 
 def hidden_matrices(model: nn.Module, layout: Layout) -> list[Segment]:

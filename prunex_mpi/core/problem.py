@@ -4,6 +4,8 @@ import hashlib
 import math
 import socket
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,12 +16,15 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import digests_agree, run_collectively
 from prunex_mpi.comm.collectives import Transport, bcast_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.feed import feed_of
+from prunex_mpi.core.loading import measure_colours
 from prunex_mpi.core.losses import cross_entropy, find_losses
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Problem
+from prunex_mpi.core.task import IMAGES, next_token
+from prunex_mpi.data.batches import Augmentation, BatchStream, Look, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.text import TextSet
+from prunex_mpi.data.text import TextSet, WindowStream, window_batches
+from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import find_ends
@@ -105,11 +110,14 @@ def build_problem(
 
     Collective on `node`, `leader` and `world`.
     """
-    where = device, next(iter(trained_parameters(model).values())).dtype
-    feed = feed_of(topology, settings, dataset, where, heartbeat or Heartbeat())
-    inputs = inputs_from(dataset.sizes())
+    if isinstance(dataset, TextSet):
+        feed = _feed_of_text(topology, settings, dataset, device)
+    else:
+        where = device, next(iter(trained_parameters(model).values())).dtype
+        feed = _feed_of_images(topology, settings, dataset, where, heartbeat or Heartbeat())
+    task, train, inputs = feed["task"], feed["train"], inputs_from(dataset.sizes())
     run_collectively(
-        topology.world, lambda: check_batch_parts(settings, feed.train.batch_size, model, inputs)
+        topology.world, lambda: check_batch_parts(settings, train.batch_size, model, inputs)
     )
     if settings.compile:
         run_collectively(topology.world, lambda: _try_compiler(device))
@@ -127,24 +135,70 @@ def build_problem(
     return Problem(
         model=model,
         forward=torch.compile(model) if settings.compile else model,
-        loss=feed.task.losses(loss),
-        train=feed.train,
+        loss=task.losses(loss),
         inputs=inputs,
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
-        batches=feed.batches,
-        steps=_steps_for_parts(settings, steps_of(settings, feed.train.steps_per_epoch)),
-        mean=feed.mean,
-        std=feed.std,
+        steps=_steps_for_parts(settings, steps_of(settings, train.steps_per_epoch)),
         guess_loss=math.log(dataset.num_classes) if loss is cross_entropy else 0.0,
-        objective=feed.task.losses(objective),
-        mixing=feed.mixing,
+        objective=task.losses(objective),
         lr_scale=lr_scale_of(settings, topology.world_size),
         kept_back=None if dataset.val is None else dataset.test,
         reader=dataset.reader,
         digest=dataset.digest,
-        task=feed.task,
+        **feed,
     )
+
+
+def _feed_of_text(
+    topology: Topology, settings: Settings, dataset: TextSet, device: torch.device
+) -> dict[str, Any]:
+    """Return what of a problem depends on the kind of its data, by name."""
+    stream = WindowStream(
+        dataset.text.tokens,
+        settings.context,
+        device,
+        stop=dataset.stop,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rank=topology.world.rank,
+        ranks=topology.world_size,
+    )
+    batches = partial(window_batches, device=device, vocabulary=dataset.num_classes)
+    task, none = next_token(settings.context, dataset.text.bytes_per_token), torch.empty(0)
+    return {"task": task, "train": stream, "batches": batches, "mean": none, "std": none}
+
+
+def _feed_of_images(
+    topology: Topology,
+    settings: Settings,
+    dataset: Dataset,
+    where: tuple[torch.device, torch.dtype],
+    heartbeat: Heartbeat,
+) -> dict[str, Any]:
+    """Return the same of images. Collective on `world`."""
+    if settings.image_mean:
+        mean, std = torch.tensor(settings.image_mean), torch.tensor(settings.image_std)
+    else:
+        mean, std = measure_colours(topology, dataset, heartbeat)
+    look = Look(mean, std, *where, settings.channels_last)
+    train = BatchStream(
+        dataset.train,
+        look,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rank=topology.world.rank,
+        flip=dataset.flip and settings.augment != "off",
+        pad=dataset.pad if settings.augment == "auto" else 0,
+        changes=Augmentation(settings.augment == "resized-crop", settings.transforms),
+    )
+    mixing = None
+    if settings.mixup or settings.cutmix:
+        draws = settings.seed, topology.world.rank
+        mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
+    batches = partial(evaluation_batches, look=look)
+    feed = {"task": IMAGES, "train": train, "batches": batches, "mean": mean, "std": std}
+    return {**feed, "mixing": mixing}
 
 
 def _try_compiler(device: torch.device) -> None:
@@ -160,7 +214,7 @@ def _try_compiler(device: torch.device) -> None:
 
 def broadcast_weights_(world: MPI.Comm, model: torch.nn.Module, transport: Transport) -> None:
     """Make rank 0's parameters and buffers everyone's. Collective on `world`."""
-    for tensor in _tensors(model):
+    for tensor in (*model.parameters(), *model.buffers()):
         broadcast_tensor_(world, tensor.detach(), transport)
 
 
@@ -176,10 +230,7 @@ def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transpor
 def check_batch_parts(
     settings: Settings, samples: int, model: torch.nn.Module, inputs: Inputs
 ) -> None:
-    """Raise UserError where the `samples` of a step can't go through `model` in equal parts.
-
-    Nor in parts of one image where BatchNorm would see a single value per channel.
-    """
+    """Raise UserError where the `samples` of a step can't go through `model` in equal parts."""
     parts = settings.grad_accum_steps
     if samples % parts:
         raise UserError(
@@ -196,23 +247,13 @@ def check_batch_parts(
 
 def lr_scale_of(settings: Settings, ranks: int) -> float:
     """Return what so many ranks, and their larger batch, multiply the learning rate by."""
-    match settings.lr_scaling:
-        case "linear":
-            return float(ranks)
-        case "sqrt":
-            return ranks**0.5
-        case _:
-            return 1.0
-
-
-def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
+    return {"linear": float(ranks), "sqrt": ranks**0.5}.get(settings.lr_scaling, 1.0)
 
 
 def _digest(model: torch.nn.Module) -> int:
     """Return 64 bits that differ when the weights differ in any bit."""
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in _tensors(model):
+    for tensor in (*model.parameters(), *model.buffers()):
         # Bytes, since numpy knows no bfloat16.
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return int.from_bytes(digest.digest(), "little")

@@ -36,8 +36,7 @@ from prunex_mpi.settings.fields import Settings
 def remove_dropped_(context: RunContext, averager: GradientAverager | None) -> None:
     """Take what frozen masks have dropped out of the network, once, if `--remove-dropped` is given.
 
-    Before the local steps of an outer iteration. The averager, if there is one, listens to the
-    smaller network then. Does not communicate.
+    The averager, if there is one, listens to the smaller network then. Does not communicate.
     """
     state, settings = context.state, context.settings
     if not settings.remove_dropped or not state.frozen or state.removes:
@@ -58,8 +57,7 @@ def remove_dropped_(context: RunContext, averager: GradientAverager | None) -> N
 def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Settings) -> None:
     """Rebuild `model` and `state` without the groups of `removed`, bool [groups].
 
-    Weights, BatchNorm statistics and the optimizer's memory stay bit for bit in what is left; z and
-    z_i are theta, and what else the state remembers begins anew.
+    z and z_i are theta then, and what else the state remembers begins anew.
     """
     coupling = state.groups.coupling.left(state.mask)
     sizes = smaller_sizes(model, coupling, removed)
@@ -78,8 +76,7 @@ def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Setti
 def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Settings) -> None:
     """Give `model` and `state` the sizes that `mask` leaves; the caller sets all values afterwards.
 
-    The model may be larger or smaller before. Sizes are those of the whole network, and masks are
-    in force again, where everything is left and the method does not remove from the beginning.
+    The model may be larger or smaller before.
     """
     resize_(model, state.whole.sizes, grows=True)
     sizes = smaller_sizes(model, state.groups.coupling, ~mask)

@@ -8,7 +8,6 @@ from prunex_mpi.settings.fields import Settings
 
 # Each milestone divides the rate of the `step` schedule by ten.
 STEP_MILESTONES = (0.5, 0.75)
-# What each return to a checkpoint after a divergence does to all rates that follow.
 
 
 def learning_rate(
@@ -42,8 +41,7 @@ def quadratic_interval(rate: float, alpha: float, least: int, left: int) -> int:
 def strictness(iteration: int, warmup: int, ramp: int) -> float:
     """Return how far keep ratios have moved from 1 (dense) to their target in `iteration` (from 1).
 
-    Zero during `warmup` iterations, then cubic to one over the next `ramp`: a keep ratio r at
-    strictness s is 1 - s (1 - r).
+    Zero during `warmup` iterations, then cubic to one: a keep ratio r at s is 1 - s (1 - r).
     """
     past = iteration - warmup
     if past <= 0:
@@ -62,11 +60,10 @@ def settled(drifts: list[float], threshold: float, window: int) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """What becomes of the masks in one outer iteration.
+    """What becomes of the masks in one outer iteration, and whether residuals are `measured`.
 
     Keep ratios are `strict` of the way to their target. Where there is a mask to `choose`, the
-    leaders agree on it by `vote`, or else by union; `freeze` makes it the last one. Residuals are
-    `measured` or not.
+    leaders agree on it by `vote`, or else by union; `freeze` makes it the last one.
     """
 
     strict: float
@@ -94,10 +91,7 @@ def find_stage(
 
 
 def may_stop(stage: Stage, settings: Settings, frozen: bool) -> bool:
-    """Return whether a run may end on its residuals: not before its masks are what it delivers.
-
-    That is once the keep ratio is reached and the masks are frozen, where they ever are to be.
-    """
+    """Return whether a run may end on its residuals: not before its masks are what it delivers."""
     freezes = settings.freeze_iteration > 0 or settings.freeze_drift >= 0
     return stage.strict == 1.0 and (frozen or not freezes)
 
@@ -160,8 +154,7 @@ def local_steps(context: RunContext) -> int:
 def quadratic_steps(settings: Settings, least: int, done: int) -> int:
     """Return the steps of an outer iteration of qsr that has `done` steps before it.
 
-    By the learning rate at its beginning; while that still warms up, by the one afterwards. The
-    last outer iteration ends with the run.
+    By the learning rate at its beginning; while that still warms up, by the one afterwards.
     """
     total = total_steps(settings, least)
     warm = max(done, round(settings.warmup_ratio * total))
@@ -170,10 +163,7 @@ def quadratic_steps(settings: Settings, least: int, done: int) -> int:
 
 
 def quadratic_rounds(settings: Settings, least: int, done: int = 0, most: int = 0) -> int:
-    """Return the outer iterations of a run of qsr that are left after `done` steps.
-
-    Counts up to `most`, where that is given.
-    """
+    """Return the outer iterations of a run of qsr that are left after `done` steps, or `most`."""
     total, count = total_steps(settings, least), 0
     while done < total and (not most or count < most):
         done += quadratic_steps(settings, least, done)
@@ -182,10 +172,7 @@ def quadratic_rounds(settings: Settings, least: int, done: int = 0, most: int = 
 
 
 def rounds_left(context: RunContext, most: int = 0) -> int:
-    """Return the outer iterations that are left, with the one under way.
-
-    Where they have to be counted, that is up to `most`, if it is given.
-    """
+    """Return the outer iterations that are left, with the one under way; of qsr up to `most`."""
     settings, position = context.settings, context.state.position
     if not settings.method.quadratic_interval:
         return settings.outer_iterations + 1 - position.iteration
@@ -202,11 +189,9 @@ def total_steps(settings: Settings, steps: int) -> int:
 
 
 def recount_steps_(position: Position, settings: Settings, before: int, now: int) -> None:
-    """Let the steps done be the same share of the run when an outer iteration has others.
+    """Let the steps done be the same share of the run where outer iterations have `now` steps.
 
-    Where intervals are epochs, a rank takes `before` steps for one on the old nodes and `now` on
-    the new ones; learning rate and length of the run go by the steps. Those after the masks were
-    frozen may have a number of their own, which stays.
+    They had `before` on other nodes. Those after the freeze may have a number of their own.
     """
     done = position.steps_done
     until = pruning_ends(settings) * before if settings.frozen_local_steps else done
@@ -215,10 +200,7 @@ def recount_steps_(position: Position, settings: Settings, before: int, now: int
 
 
 def steps_behind(context: RunContext) -> int:
-    """Return the local steps that an exchange runs behind, the same share of all at any stage.
-
-    Where the interval grows with time, and an exchange takes as long as ever, they are as many.
-    """
+    """Return the local steps that an exchange runs behind: a share of all, of qsr a number."""
     if context.settings.method.quadratic_interval:
         return context.settings.overlap_steps
     return -(-context.settings.overlap_steps * local_steps(context) // context.problem.steps)

@@ -56,10 +56,9 @@ def watch_(context: RunContext) -> None:
 
 
 def scored(leader: Wire, node: Wire, state: State, settings: Settings, candidate: Tensor) -> Tensor:
-    """Return what groups are scored by: `candidate` by magnitude, or the group scores of `gates`.
+    """Return what groups are scored by: `candidate`, or on leaders the scores of `gates`, [groups].
 
-    The latter are [groups]; ranks that are not leaders get the candidate. With `--node-sync outer`
-    the ranks' sums are averaged first: then collective on `node.comm`.
+    With `--node-sync outer` the ranks' sums are averaged first: then collective on `node.comm`.
     """
     if SENSITIVITY not in state.memory:
         return candidate

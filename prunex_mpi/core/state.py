@@ -44,14 +44,12 @@ class Position:
     """Where a run stands: all that the driver remembers from one local step to the next.
 
     `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
-    of the outer iterations before; the sums of losses, the bytes and the seconds so far are this
-    rank's own. `under_way` says as what travels (PLAIN or CODED) that the last outer iteration has
-    exchanged and z does not hold yet; empty where there is nothing. `part` is the number, from 1,
-    of the part that was exchanged last, 0 for the whole message; `apart` says that it has not
-    exchanged at all: nodes go on from their own z_i. `converged_of` is the length of a
-    run, in outer iterations, that has converged before it, else 0. `fresh_statistics` says that
-    BatchNorm's began with this run, and not with trained weights; `has_reference` that all ranks
-    share those about which they are averaged.
+    of the outer iterations before; losses, bytes and seconds so far are this rank's own.
+    `under_way` says as what (PLAIN or CODED) travels what z does not hold yet, "" for nothing.
+    `part` is the number, from 1, of the part that was exchanged last, 0 for the whole message;
+    `apart`: nothing was, and nodes go on from their own z_i. `converged_of` is the length, in outer
+    iterations, of a run that has converged before it, else 0. `fresh_statistics`: BatchNorm's
+    began with this run; `has_reference`: all ranks share those about which they are averaged.
     """
 
     iteration: int = 1
@@ -128,9 +126,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer over the flat `theta`, its state allocated; `theta.grad` is read.
 
-    The fused steps make no temporaries: one pass for weight decay, momentum and update. AdamW's
-    weight decay is decoupled: theta *= 1 - lr decay (Loshchilov and Hutter 2019). Muon looks for
-    the matrices of `model`.
+    The fused steps make no temporaries. Muon looks for the matrices of `model`.
     """
     if settings.optimizer == "muon":
         matrices = hidden_matrices(model, layout)
@@ -152,11 +148,7 @@ def build_optimizer(
 
 
 def remembered(optimizer: torch.optim.Optimizer, theta: Tensor) -> dict[str, Tensor]:
-    """Return what the optimizer remembers, by the names that it has in checkpoints.
-
-    `momentum` and, of AdamW and Muon, `second_moment` are as long as `theta`; their `steps_taken`
-    is 0-dim.
-    """
+    """Return what the optimizer remembers, by the names that it has in checkpoints."""
     names = ADAMW_STATE if isinstance(optimizer, torch.optim.AdamW | Muon) else SGD_STATE
     state = optimizer.state[theta]
     return {name: state[key] for key, name in names.items() if key in state}
@@ -185,17 +177,13 @@ PRUNED = f"{SHARED}pruned"
 class Problem:
     """What is trained: this rank's f_ij and its share of the test set.
 
-    `forward` is `model`, compiled or not. `steps` is the number of local steps of phase 1.
-    `batches(shard, batch_size=...)` yields (images, labels) in order, without augmentation;
-    with no `test` set nothing is evaluated; where images are held out of the training set, it holds
-    those, and the test set is `kept_back` for the end. `mean` and `std`, float32 [3] on the CPU,
-    are what images of values in 0..1 are normalised by. `guess_loss` is what guessing costs, where
-    known: no smaller loss is a divergence. `objective` is what training minimises, where that is
-    not `loss`, `mixing` how batches are mixed, and `lr_scale` what multiplies the learning rate.
-    `reader` decodes images that are files; all ranks have one or none. Where there is a `teacher`,
-    training minimises what it asks for as well. `digest` tells other data sets apart. `inputs` is
-    what `model` reads and makes, for what runs it without data, and `task` knows what is counted in
-    them.
+    `forward` is `model`, compiled or not; `steps` are the local steps of phase 1.
+    `batches(shard, batch_size=...)` yields (images, labels) in order, without augmentation. Without
+    `test` nothing is evaluated; where data are held out of the training set, it holds those, and
+    the test set is `kept_back`. `mean` and `std`, float32 [3] on the CPU, normalise images of
+    values in 0..1. No loss below `guess_loss`, that of guessing, is a divergence. `objective` is
+    what training minimises, where that is not `loss`. `reader` decodes images that are files; all
+    ranks have one or none. `digest` tells other data sets apart.
     """
 
     model: nn.Module
@@ -231,16 +219,14 @@ class State:
     phase 3 takes over, and that phase 4 leaves there what z was (`last_z`).
     `stats_groups` is the place in the mask of each entry of `stats`, -1 for those that always
     travel; `stats_kept` are the entries that travel under the mask in force.
-    `consensus_sgd` says that there are no duals: they are retired, since the masks are frozen and
-    the payload has shrunk to what travels, or the method has none. `plan_agreed` says that the
-    leaders have compared the plan in force. With `shrinks` off everything travels, whatever the
-    mask. `memory` is what the method remembers from one step to the next, by names that say whose a
-    tensor is (OWN, EACH, SHARED). `sound` has room for the statistics that a step in float16 began
-    with.
-    A rank that is `alone` in its run has nothing to average statistics with.
-    With `removes`, what the mask lacks has been taken out of the network itself: `groups` and mask
-    are those of the `whole` network, all else is of the one that is left, which has the `sizes`
-    where it is smaller.
+    `consensus_sgd`: there are no duals; they are retired, since the masks are frozen and the
+    payload has shrunk to what travels, or the method has none. `plan_agreed`: the leaders have
+    compared the plan in force. With `shrinks` off everything travels, whatever the mask. `memory`
+    is what the method remembers, by names that say whose a tensor is (OWN, EACH, SHARED). `sound`
+    has room for the statistics that a step in float16 began with. A rank that is `alone` has
+    nothing to average statistics with. With `removes`, what the mask lacks has been taken out of
+    the network: `groups` and mask are those of the `whole` one, all else is of what is left, which
+    has the `sizes` where it is smaller.
     """
 
     layout: Layout
@@ -293,10 +279,7 @@ class State:
 
     @property
     def rho1_per_parameter(self) -> Tensor:
-        """The beginning of `payload` in phase 1: room for rho1 of each parameter, [numel].
-
-        No message is under way in it: penalties that differ come of residuals, which wait for it.
-        """
+        """The beginning of `payload` in phase 1, when no message is under way in it: [numel]."""
         return self.payload[: self.layout.numel]
 
     @property
@@ -334,7 +317,7 @@ class Part:
     """What travels in one message: everything (`number` 0), or one of several parts of it, from 1.
 
     `place` is its part of flat vectors, `start` where its compact parameters begin in the whole
-    message, `plan` packs them, and `stats_kept` are the BatchNorm statistics that go along.
+    message; `stats_kept` are the BatchNorm statistics that go along.
     """
 
     number: int
@@ -378,16 +361,9 @@ def agreeing(state: State, name: str, nbytes: int) -> AbstractContextManager[Non
 
 
 def build_state(
-    model: nn.Module,
-    layout: Layout,
-    groups: Groups,
-    settings: Settings,
-    whole: Whole | None = None,
+    model: nn.Module, layout: Layout, groups: Groups, settings: Settings, whole: Whole | None = None
 ) -> State:
-    """Allocate the variables: consensus starts at the model's parameters, duals at 0.
-
-    Without `whole` nothing has been taken out of the model.
-    """
+    """Allocate the variables; without `whole` nothing has been taken out of the model."""
     theta, grad = flatten_(model, layout)
     bn_modules = batchnorm.find(model)
     stats = theta.new_empty(batchnorm.numel(bn_modules))
@@ -436,15 +412,10 @@ def every_rank_sends(settings: Settings) -> bool:
     return settings.method.per_step and settings.aggregation == "flat"
 
 
-def sends_codes(settings: Settings) -> bool:
-    """Return whether nodes, where there are several, exchange fewer bits than parameters have."""
-    return settings.method.averages and settings.payload != "fp32"
-
-
 def memory_of_message(settings: Settings, theta: Tensor, stats: Tensor) -> dict[str, Tensor]:
     """Allocate what messages between nodes leave: nothing left over, first statistics."""
     memory = {KNOWN: stats.clone()}
-    if sends_codes(settings):
+    if settings.method.averages and settings.payload != "fp32":
         memory[REST] = theta.new_zeros(whole_blocks(theta.numel()))
     return memory
 

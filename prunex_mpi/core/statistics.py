@@ -8,9 +8,8 @@ from prunex_mpi.models import batchnorm
 def find_reference_(wires: Wires, state: State) -> None:
     """Have a first reference, the plain mean of all ranks, if there is none yet.
 
-    From then on it is what the last exchange gave. Float32, before the first exchange: what is far
-    from its reference cannot be sent in fewer bits. Collective on `world`, or on `node` and
-    `leader`.
+    In float32: what is far from its reference cannot be sent in fewer bits. Collective on `world`,
+    or on `node` and `leader`.
     """
     if state.position.has_reference or not state.bn_modules:
         return
@@ -23,10 +22,7 @@ def find_reference_(wires: Wires, state: State) -> None:
 
 
 def average_in_node_(node: Wire, state: State) -> None:
-    """Leave the mean of the node's statistics, about the reference, in `stats`.
-
-    Collective on `node.comm`.
-    """
+    """Leave the node's mean statistics, about the reference, in `stats`. Collective on `node`."""
     batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
     node.reduce_(state.stats)
     state.stats.div_(node.comm.size)

@@ -1,7 +1,7 @@
 """One local step, in the pieces that every driver puts its communication between."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,10 +27,7 @@ CLIP_EPSILON = 1e-6
 
 @contextmanager
 def averaging(wire: Wire | None, context: RunContext) -> Iterator[GradientAverager | None]:
-    """Average gradients over `wire` during the backward pass, for the time of the block.
-
-    Without a wire there is nothing to average: None.
-    """
+    """Average gradients over `wire`, if there is one, during backward passes of the block."""
     if wire is None:
         yield None
         return
@@ -48,15 +45,23 @@ def remember_statistics_(state: State) -> None:
         batchnorm.read_plain_(state.bn_modules, state.sound)
 
 
-def forward_backward(context: RunContext, averager: GradientAverager | None) -> Tensor:
+def forward_backward(
+    context: RunContext,
+    averager: GradientAverager | None,
+    start_: Callable[[Tensor], None] | None = None,
+) -> Tensor:
     """Leave the (scaled) gradient of the next batch in `grad`; return the loss, detached.
 
-    The averager, if there is one, has begun then to send the gradient.
+    `start_` sets `grad` to what the gradient is added to, given the loss of the first part; without
+    it, zero. The averager, if there is one, has begun then to send the gradient.
     """
     batch = next_batch(context)
     remember_statistics_(context.state)
     loss = forward(context, batch[0])
-    context.state.grad.zero_()
+    if start_ is None:
+        context.state.grad.zero_()
+    else:
+        start_(loss)
     return backward(context, averager, batch, loss)
 
 
@@ -79,10 +84,7 @@ def next_batch(context: RunContext) -> Batch:
 
 
 def forward(context: RunContext, part: tuple[Tensor, Tensor], number: int = 0) -> Tensor:
-    """Return the loss of part `number` of a batch.
-
-    Each part is an update of BatchNorm's running averages, which warm up where they began fresh.
-    """
+    """Return the loss of part `number` of a batch, each an update of BatchNorm's averages."""
     problem, state, amp = context.problem, context.state, context.settings.amp
     fresh = state.bn_modules if state.position.fresh_statistics else []
     update = steps_taken(context) * context.settings.grad_accum_steps + number + 1
@@ -141,16 +143,14 @@ def ask_to_stop_(context: RunContext) -> None:
 def share_decay_(context: RunContext, decay: float) -> Pairs | None:
     """Let the optimizer's one pass shrink all parameters by `decay`, and return None.
 
-    With `--weight-decay-on weights` it shrinks none; what `step_optimizer_` has to shrink is
-    returned. The views are good for as long as theta and its gradient stay where they are.
+    With `--weight-decay-on weights` it shrinks none, and views of what `step_optimizer_` has to
+    shrink are returned.
     """
+    state = context.state
     alone = decay > 0 and context.settings.weight_decay_on == "weights"
-    context.state.optimizer.param_groups[0]["weight_decay"] = 0.0 if alone else decay
-    return weight_pairs(context.state) if alone else None
-
-
-def weight_pairs(state: State) -> Pairs:
-    """Return views of the gradients and of the values of the weights, biases and such left out."""
+    state.optimizer.param_groups[0]["weight_decay"] = 0.0 if alone else decay
+    if not alone:
+        return None
     segments = matrices(state.layout)
     return pieces_of(state.grad, segments), pieces_of(state.theta, segments)
 
@@ -158,8 +158,8 @@ def weight_pairs(state: State) -> Pairs:
 def step_optimizer_(context: RunContext, decayed: Pairs | None = None) -> None:
     """Move theta along the unscaled gradient, at the learning rate of this step of the run.
 
-    `decayed` is what `share_decay_` has returned. A step that overflowed in float16 is left out;
-    BatchNorm statistics that it has left infinite or no numbers are undone.
+    `decayed` is as of `share_decay_`. A step that overflowed in float16 is left out, and BatchNorm
+    statistics that it has spoilt are undone.
     """
     state, settings, rate = context.state, context.settings, rate_now(context)
     state.optimizer.param_groups[0]["lr"] = rate

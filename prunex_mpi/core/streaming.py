@@ -50,8 +50,7 @@ def arrival_step(context: RunContext) -> int:
 def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> None:
     """Exchange part `number` of theta's means over the nodes, in the helper thread if `behind`.
 
-    What was under way must have arrived. Collective on `node.comm`, then on `workers.comm` and
-    `node.comm`.
+    Collective on `node.comm`, then on `workers.comm` and `node.comm`.
     """
     state, settings = context.state, context.settings
     leader, node = wires.workers, wires.node
@@ -81,8 +80,7 @@ def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> 
 def _average_part_(node: Wire, state: State, settings: Settings, place: slice) -> None:
     """Set a part of z_i to the mean of the node's theta. Collective on `node.comm`.
 
-    Where gradients were averaged at each step, theta is compared and becomes the leader's where it
-    differs, as `make_alike_` does for all of it.
+    Where gradients were averaged at each step, theta becomes the leader's where it differs.
     """
     mean = state.z_node[place].copy_(state.theta[place])
     if node.comm.size == 1:
@@ -98,10 +96,10 @@ def _average_part_(node: Wire, state: State, settings: Settings, place: slice) -
 
 
 def merge_(state: State, settings: Settings, place: slice) -> None:
-    """Let theta go on from z, which has arrived behind local steps, with what these have found.
+    """Let theta go on from z, which has arrived behind local steps: theta += z - z_i.
 
-    theta += z - z_i keeps all that they have moved theta by; with a merging factor alpha (`diloco`)
-    theta = alpha theta + (1 - alpha) z, as in Streaming DiLoCo.
+    With a merging factor alpha (`diloco`) theta = alpha theta + (1 - alpha) z, as in Streaming
+    DiLoCo.
     """
     theta, z, z_node = (flat[place] for flat in (state.theta, state.z, state.z_node))
     alpha = settings.options.alpha if settings.method.outer_step else AUTO

@@ -29,30 +29,12 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.collectives import (
-    Transport,
-    allreduce_,
-    bcast_,
-    deal_shares_,
-    mpi_buffer,
-    share_ends,
-    spread_shares_,
-)
+from prunex_mpi.comm import collectives
+from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.traffic import Clock
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.compress.quantise import (
-    BLOCK,
-    ROW,
-    add_decoded_,
-    block_maxima_,
-    decode_,
-    decode_shared_,
-    encode_,
-    encode_shared_,
-    pack_,
-    record_bytes,
-    unpack_,
-)
+from prunex_mpi.compress import quantise
+from prunex_mpi.compress.quantise import BLOCK, ROW
 from prunex_mpi.compress.sparse import add_sparse_
 
 SUMMED = "int8sum"
@@ -93,20 +75,16 @@ def whole_blocks(numel: int) -> int:
 
 
 def coded_bytes(payload: str, numel: int, size: int) -> int:
-    """Return the bytes that a leader hands over for `numel` values of `size` bytes each.
-
-    Scales and what fills up the last block are included. That is the operand of a sum: each byte
-    of it goes around the ring twice, as in an Allreduce.
-    """
+    """Return the bytes that a leader hands over for `numel` values of `size` bytes, scales too."""
     blocks = whole_blocks(numel) // BLOCK
-    return blocks * (BLOCK + size if payload == SUMMED else record_bytes(payload))
+    return blocks * (BLOCK + size if payload == SUMMED else quantise.record_bytes(payload))
 
 
 def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transport) -> Coded:
     """Allocate what adding up vectors of the size of `like` [blocks * 128] needs."""
     blocks = like.numel() // BLOCK
     summed = payload == SUMMED
-    size = BLOCK if summed else record_bytes(payload)
+    size = BLOCK if summed else quantise.record_bytes(payload)
     bucket_blocks = max(1, transport.bucket_bytes // (size * workers)) * workers
     # All leaders' parts of a share are, at most, as many blocks as the bucket has.
     room = 0 if summed else min(bucket_blocks, -(-blocks // workers) * workers)
@@ -176,21 +154,22 @@ def _sum_records_(
     start, stop = run
     payload, workers, mine = coded.payload, between.size, between.rank
     records = coded.records[start:stop]
-    cuts = share_ends(stop - start, workers)
+    cuts = collectives.share_ends(stop - start, workers)
     own, after = start + cuts[mine], start + cuts[mine + 1]
     # An owner's own part of its share needs no code.
     for a, b in ((start, own), (after, stop)):
-        encode_(_run(values, a, b), coded.records[a:b], payload)
+        quantise.encode_(_run(values, a, b), coded.records[a:b], payload)
     ends = [cut * records.shape[1] for cut in cuts]
     received = coded.received[: (workers - 1) * (after - own)]
     with clock.exchanging(values.device, "Alltoallv"):
-        deal_shares_(between, records.view(-1), ends, received.view(-1), transport, own=False)
+        shares = records.view(-1), ends, received.view(-1)
+        collectives.deal_shares_(between, *shares, transport, own=False)
     total = _run(values, own, after)
     for part in received.split(max(1, after - own)):
-        add_decoded_(part, total, payload)
-    encode_(total, coded.records[own:after], payload)
+        quantise.add_decoded_(part, total, payload)
+    quantise.encode_(total, coded.records[own:after], payload)
     with clock.exchanging(values.device, "Allgather"):
-        spread_shares_(between, records.view(-1), ends, transport)
+        collectives.spread_shares_(between, records.view(-1), ends, transport)
 
 
 def _sum_integers_(
@@ -205,12 +184,12 @@ def _sum_integers_(
     start, stop = run
     part, maxima = _run(values, start, stop), coded.maxima[start:stop]
     integers = coded.records[start:stop].view(-1)
-    block_maxima_(part, maxima)
+    quantise.block_maxima_(part, maxima)
     with clock.exchanging(values.device, "Allreduce"):
-        allreduce_(between, maxima, transport, MPI.MAX)
-    encode_shared_(part, maxima, coded.levels, integers)
+        collectives.allreduce_(between, maxima, transport, MPI.MAX)
+    quantise.encode_shared_(part, maxima, coded.levels, integers)
     with clock.exchanging(values.device, "Allreduce"):
-        allreduce_(between, integers, transport)
+        collectives.allreduce_(between, integers, transport)
 
 
 def _broadcast_(
@@ -223,18 +202,18 @@ def _broadcast_(
     pieces = [piece for piece in pieces if piece.numel()]
     if coded.records.device.type == "cuda":
         for piece in pieces:
-            bcast_(node, piece, transport)
+            collectives.bcast_(node, piece, transport)
         return []
-    return [node.Ibcast(mpi_buffer(piece), root=0) for piece in pieces]
+    return [node.Ibcast(collectives.mpi_buffer(piece), root=0) for piece in pieces]
 
 
 def _decode_(coded: Coded, start: int, stop: int, out: Tensor) -> None:
     part = _run(out, start, stop)
     if coded.payload == SUMMED:
         integers = coded.records[start:stop].view(-1)
-        decode_shared_(integers, coded.maxima[start:stop], coded.levels, part)
+        quantise.decode_shared_(integers, coded.maxima[start:stop], coded.levels, part)
     else:
-        decode_(coded.records[start:stop], part, coded.payload)
+        quantise.decode_(coded.records[start:stop], part, coded.payload)
 
 
 def goes_to_all(workers: int, up: int, down: int) -> bool:
@@ -282,14 +261,14 @@ def sum_numbers_(wire: Wire, space: dict[str, Any], up: int) -> Tensor:
     `numbers` must be below 2^up. Collective on `wire.comm`.
     """
     packed, received, sums = space["packed"], space["received"], space["sums"]
-    pack_(space["numbers"], up, packed)
+    quantise.pack_(space["numbers"], up, packed)
     if space["to_all"]:
         wire.gather_(packed.view(-1), received.view(wire.comm.size, -1))
     else:
         wire.deal_(packed, received)
     sums.zero_()
     for part in received:
-        unpack_(part.view(sums.shape[0], -1), up, space["spare"])
+        quantise.unpack_(part.view(sums.shape[0], -1), up, space["spare"])
         sums.add_(space["spare"])
     return sums
 
@@ -303,22 +282,16 @@ def spread_(wire: Wire, space: dict[str, Any], share: Tensor, down: int) -> Tens
     if down == 16:
         result.copy_(share.view(torch.uint8))
     else:
-        pack_(share, down, result)
+        quantise.pack_(share, down, result)
     wire.gather_(result.view(-1), results)
     if down == 16:
         return results.view(share.dtype)
-    unpack_(results, down, space["numbers"])
+    quantise.unpack_(results, down, space["numbers"])
     return space["numbers"]
 
 
-KINDS = ("values", "positions")
-
-
 def allocate_sparse(wire: Wire, like: Tensor, count: int) -> dict[str, Any]:
-    """Return memory for `count` elements of this worker, and for one bucket of what all send.
-
-    So many elements of each worker are gathered at once: one bucket of all of them.
-    """
+    """Return memory for `count` elements of this worker, and for one bucket of what all send."""
     room = max(1, wire.transport.bucket_bytes // (like.element_size() * wire.comm.size))
     values, all_values = like.new_empty(count), like.new_empty(wire.comm.size * min(count, room))
     return {
@@ -349,10 +322,7 @@ def add_sparse_parts_(wire: Wire, space: dict[str, Any], count: int, flat: Tenso
 
 
 def allocate_equal(wire: Wire, values: Tensor, positions: Tensor) -> dict[str, Any]:
-    """Return memory for `values` [n] or [n, row] and their `positions` [n] of each worker.
-
-    Those of all workers are held for one bucket at a time.
-    """
+    """Return memory for `values` [n] or [n, row] and `positions` [n], of all for one bucket."""
     workers = wire.comm.size
     rows = min(len(values), max(1, wire.transport.bucket_bytes // (values[:1].nbytes * workers)))
     return {
@@ -370,15 +340,12 @@ def sum_sparse_(wire: Wire, space: dict[str, Any], out: Tensor) -> None:
     """
     out.zero_()
     rows = space["all_positions"].shape[1]
+
+    def gather(kind: str, start: int) -> Tensor:
+        everyone, mine = space[f"all_{kind}"], space[kind][start : start + rows]
+        gathered = everyone.view(-1)[: len(everyone) * mine.numel()].view(len(everyone), -1)
+        wire.gather_(mine.view(-1), gathered)
+        return gathered.view(-1, *mine.shape)
+
     for start in range(0, len(space["positions"]), rows):
-        addends, places = (_gather_part(wire, space, kind, start) for kind in KINDS)
-        add_sparse_(out, addends, places)
-
-
-def _gather_part(wire: Wire, space: dict[str, Any], kind: str, start: int) -> Tensor:
-    """Return the values or positions of all workers from `start` on, as many as there is room."""
-    everyone = space[f"all_{kind}"]
-    mine = space[kind][start : start + everyone.shape[1]]
-    gathered = everyone.view(-1)[: len(everyone) * mine.numel()].view(len(everyone), -1)
-    wire.gather_(mine.view(-1), gathered)
-    return gathered.view(-1, *mine.shape)
+        add_sparse_(out, gather("values", start), gather("positions", start))

@@ -29,9 +29,8 @@ class Task:
 
     `unit` is what data are counted in, `row` how many of them a row of a batch holds. `measures`
     are the keys of what `outcome` returns of a mean loss and a share of right answers, which
-    `right` counts in outputs and targets; `losses` makes a loss of outputs [n, classes] and labels
-    [n] one of this task's. `speed` returns what a record says of a stream of batches, of which all
-    ranks together take so many per second.
+    `right` counts; `losses` makes a loss of outputs [n, classes] and labels [n] one of this task's.
+    `speed` returns what a record says of a stream of batches, and of all ranks' steps per second.
     """
 
     unit: str
@@ -43,26 +42,19 @@ class Task:
     speed: Callable[[Any, float], dict[str, float]]
 
 
-def _right(outputs: Tensor, labels: Tensor) -> int:
-    return int((outputs.argmax(dim=1) == labels).sum())
-
-
 IMAGES = Task(
     unit="images",
     row=1,
     measures=("loss", "accuracy"),
     outcome=lambda loss, right: {"loss": loss, "accuracy": right},
-    right=_right,
+    right=lambda outputs, labels: int((outputs.argmax(dim=1) == labels).sum()),
     losses=lambda loss: loss,
     speed=lambda stream, per_second: {},
 )
 
 
 def by_position(loss: Loss, outputs: Any, targets: Tensor) -> Tensor:
-    """Return the loss of outputs [b, context, vocabulary] and targets [b, context].
-
-    Of a tuple or list of outputs it gets each that is one of positions as [b context, ...].
-    """
+    """Return the loss of outputs [b, context, ...], or several such, and targets [b, context]."""
 
     def rows(output: Any) -> Any:
         by_context = isinstance(output, Tensor) and output.shape[:2] == targets.shape
@@ -74,10 +66,7 @@ def by_position(loss: Loss, outputs: Any, targets: Tensor) -> Tensor:
 
 
 def text_outcome(bytes_per_token: float, loss: float, right: float) -> dict[str, float]:
-    """Return what a mean loss in nats per token comes to.
-
-    Perplexity is exp(loss), bits per byte loss / (ln 2 bytes per token).
-    """
+    """Return what a mean loss in nats per token comes to, as perplexity and bits per byte too."""
     bits = loss / (math.log(2) * bytes_per_token)
     # A float holds no more; what is not finite can't be written.
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}

@@ -49,10 +49,10 @@ def channel_moments(
     """Return what adds up over ranks to the channels' mean and variance, values in 0..1.
 
     float64 [7], CPU: the pixel count, the sum and the sum of squares of each channel. Of the first
-    `most` images of the shard, 0 for all. `going` is called as it goes on.
+    `most` images of the shard, 0 for all.
     """
     counts = torch.zeros(3, 256, dtype=torch.int64)
-    count = min(most, len(shard.labels)) if most else len(shard.labels)
+    count = min(most or len(shard), len(shard))
     starts = range(0, count, CHUNK_IMAGES)
     parts = (slice(start, min(start + CHUNK_IMAGES, count)) for start in starts)
     for chunk in in_turn(shard.images, parts):
@@ -99,10 +99,7 @@ def _normaliser(look: Look) -> Callable[[Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to training images at random, beside crops of padded ones and flips.
-
-    `transforms` are names of TRANSFORMS.
-    """
+    """What is done to training images at random, beside crops of padded ones and flips."""
 
     resized_crop: bool = False
     transforms: tuple[str, ...] = ()
@@ -124,11 +121,10 @@ class _Place:
 class BatchStream:
     """Draw endless reshuffled, augmented batches from one rank's shard.
 
-    The images move to the device once, or a batch at a time where they are decoded meanwhile. Order
-    and augmentation are drawn on the CPU from a generator seeded by (seed, rank), so every device
-    sees the same batches. An epoch's last partial batch is dropped: equal shards make equal steps.
-    The position is all in `epoch`, `position`, `order` (int64 [n]) and `generator`. `waited` is how
-    many seconds the last batch was waited for.
+    Order and augmentation are drawn on the CPU from a generator seeded by (seed, rank), so every
+    device sees the same batches. An epoch's last partial batch is dropped: equal shards make equal
+    steps. The position is all in `epoch`, `position`, `order` (int64 [n]) and `generator`. `waited`
+    is how many seconds the last batch was waited for.
     """
 
     def __init__(
@@ -192,10 +188,7 @@ class BatchStream:
         return self.normalise(images), self.labels.index_select(0, chosen)
 
     def _draw(self, place: "BatchStream | _Place") -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Move `place` on by a batch; return its images, offsets and flips, int64 [4, b].
-
-        Also the boxes of crops and the seeds of transforms, where there are such.
-        """
+        """Move `place` on by a batch; return its images, offsets and flips, boxes and seeds."""
         if place.position == self.steps_per_epoch:
             place.epoch, place.position = place.epoch + 1, 0
             place.order = torch.randperm(len(place.order), generator=place.generator)
@@ -215,11 +208,9 @@ class BatchStream:
         return draws, boxes, seeds
 
     def _decoded(self, chosen: Tensor) -> Tensor:
-        """Return the images of the batch just drawn, and have those that follow it decoded.
-
-        Where the position was changed in between, what is under way is another batch: forget it.
-        """
+        """Return the images of the batch just drawn, and have those that follow it decoded."""
         if not self.ahead.comes_next(chosen):
+            # The position was changed in between: what is under way is another batch.
             self.ahead.forget()
             self.ahead.request(chosen)
             generator = torch.Generator()

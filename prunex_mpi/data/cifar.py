@@ -7,6 +7,7 @@ compared with the published one, and nothing but plain values and NumPy arrays o
 import hashlib
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
@@ -62,12 +63,11 @@ def read_cifar(
 
     def fetch() -> Splits:
         with FileLock(data_dir / f".{name}.lock"):
-            try:
-                # Who comes second finds the files complete.
+            # Who comes second finds the files complete.
+            with suppress(ValueError, OSError):
                 return _read(published, data_dir, test, lambda: None)
-            except (ValueError, OSError):
-                archive = {"filename": published.filename, "md5": published.tgz_md5}
-                download_and_extract_archive(published.url, data_dir, **archive)
+            archive = {"filename": published.filename, "md5": published.tgz_md5}
+            download_and_extract_archive(published.url, data_dir, **archive)
             return _read(published, data_dir, test, lambda: None)
 
     def files() -> list[Path]:

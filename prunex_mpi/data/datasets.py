@@ -32,10 +32,9 @@ AUTO_SHARE = 0.8
 class Part(NamedTuple):
     """Which part of the data a rank takes: number `rank` of `size`.
 
-    `here` ranks share the memory of this machine. `going` is called as loading goes on. So much as
-    `val_split` of the training images is held out. Where the training images go to the rank's GPU
-    as well, `room` bytes are free on it. `known` is what other ranks have read
-    of class folders or tar files; all others are read.
+    `here` ranks share the memory of this machine, and `room` bytes are free on the rank's GPU where
+    training images go there. `going` is called as loading goes on. `known` is what other ranks have
+    read of class folders or tar files.
     """
 
     rank: int
@@ -98,34 +97,27 @@ def load(
 ) -> Dataset:
     """Load one rank's part of the data set `name`, on the CPU; `part` says which.
 
-    `name` is one of DATASETS, or package.module:factory for what data/user_datasets.py says.
-
-    With `access` to stream files, they are decoded by who asks for images.
-
-    Training images: a permutation by `seed` of all of them, cut to `train_samples` (0: all, None:
-    none, to test alone) and to a multiple of `size`; each rank takes one contiguous piece, so the
-    shards are disjoint and of equal size. Test images: the first `test_samples` (None: none, and
-    nothing of them is read) of a permutation that does not depend on `seed`; rank r takes every
-    `size`-th from r on, which may be none. With images held out the cut does not depend on `seed`
-    either, so that what is held out, a share of each class, is the same for all runs. `image_size`
-    0 keeps the data's own size. No communication: every rank calls this with the same arguments but
-    the rank.
-
-    Raises UserError (USAGE) for unknown names and impossible counts, and UserError (UNREADABLE)
-    for missing or corrupt files; the latter can happen on a single rank.
+    `name` is one of DATASETS, or package.module:factory for what data/user_datasets.py says. With
+    `access` to stream files, they are decoded by who asks for images. Training images: a
+    permutation by `seed` of all of them, cut to `train_samples` (0: all, None: none) and to a
+    multiple of `size`; each rank takes one contiguous piece. Test images: the first `test_samples`
+    (None: none, and nothing of them is read) of a permutation that does not depend on `seed`; rank
+    r takes every `size`-th from r on, which may be none. With images held out the cut does not
+    depend on `seed` either, so that these are the same for all runs. `image_size` 0 keeps the
+    data's own. Does not communicate. Raises UserError (USAGE) for unknown names and impossible
+    counts, and UserError (UNREADABLE), on a single rank perhaps, for missing or corrupt files.
     """
     part = Part(*part)
     rank, size = part.rank, part.size
-    source = _find_source(
-        name, data_dir, access, (train_samples, test_samples), image_size, part.known, part.going
-    )
+    samples = train_samples, test_samples
+    source = _find_source(name, data_dir, access, samples, image_size, part)
     if source.num_classes > MOST_UNUSED + source.counts[0]:
         raise UserError(
             f"the images of {name} have classes up to {source.num_classes - 1:,}, and there are "
             f"{source.counts[0]:,} to train on: number the classes from 0 on",
             UNREADABLE,
         )
-    streams = _streams(name, source, access.mode, (train_samples, test_samples), part)
+    streams = _streams(name, source, access.mode, samples, part)
     chosen_by = FIXED_SEED if part.val_split else seed
     train_order = _order("train", source.counts[0], train_samples, chosen_by)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
@@ -181,23 +173,20 @@ def _find_source(
     access: Access,
     samples: tuple[int | None, int | None],
     image_size: int,
-    known: Known,
-    going: Callable[[], None],
+    part: Part,
 ) -> Source:
-    """Return where the images of the data set `name` come from.
+    """Return where the images of the data set `name` come from. Raises UserError as `load` does.
 
-    `known` is what other ranks have read. `samples` are the training and test images asked for, as
-    many as there are of generated ones. `going` is called as it goes on. Raises UserError as
-    `load` does.
+    `samples` are the training and test images asked for, as many as there are of generated ones.
     """
-    with_test = samples[1] is not None
+    with_test, going = samples[1] is not None, part.going
     match name:
         case "digits":
             return digits(image_size, going)
         case "cifar10" | "cifar100":
             return cifar(name, Path(data_dir), access.download, image_size, with_test, going)
         case "imagefolder" | "webdataset":
-            ways = image_size, access.skip_corrupt, with_test, known, going
+            ways = image_size, access.skip_corrupt, with_test, part.known, going
             return find_image_files(name, Path(data_dir), *ways)
         case "synthetic":
             return synthetic(*samples, image_size, going)
@@ -256,16 +245,9 @@ def _streams(
 
 
 def _refuse_too_large(
-    source: Source,
-    train_samples: int | None,
-    test_samples: int | None,
-    part: Part,
-    share: float,
+    source: Source, train_samples: int | None, test_samples: int | None, part: Part, share: float
 ) -> None:
-    """Raise UserError when images can't fit into `share` of the memory: here, or on a GPU.
-
-    Here are all images of this machine's ranks, and the order of all.
-    """
+    """Raise UserError when images can't fit into `share` of the memory: here, or on a GPU."""
     image = 3 * source.image_size**2
     trained = 0 if train_samples is None else train_samples or source.counts[0]
     train, images = trained // part.size * image, trained
@@ -296,18 +278,12 @@ def _order(split: str, count: int, wanted: int | None, seed: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).permutation(count)[: wanted or count])
 
 
-def class_counts(labels: Tensor, classes: int) -> Tensor:
-    """Return how many images of each class a shard holds, int64 [classes]."""
-    return torch.bincount(labels, minlength=classes)
-
-
 def hold_out(order: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """Return which images of `order` are kept and which are held out: `share` of each class.
 
     `order` is int64 [n], indices into `labels`; the first of a class are held out, and at least one
-    image of it stays. What rounding leaves over of a class, half an image at most, counts for the
-    next one. Both parts are in the order they were in. Raises UserError where nothing would be held
-    out.
+    stays. What rounding leaves over of a class counts for the next one. Both parts are in the order
+    they were in. Raises UserError where nothing would be held out.
     """
     of_class = labels[order]
     held = torch.zeros(len(order), dtype=torch.bool)
@@ -329,21 +305,17 @@ def hold_out(order: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tenso
     return order[~held], order[held]
 
 
-def places_in_draws(labels: Tensor, before: Tensor, each: int, draws: int) -> tuple[Tensor, Tensor]:
+def places_in_draw(labels: Tensor, before: Tensor, each: int) -> tuple[Tensor, Tensor]:
     """Return which images of a shard are drawn, and where they stand among all that are.
 
-    A draw holds `each` images of every class, class by class; the first ones of a class, in the
-    order of the ranks and their shards, make the first draw, the next ones the second. `before`,
-    int64 [classes], are the images of each class on the ranks before. Returns int64 indices into
-    the shard, and as many places.
+    `each` images of every class, class by class: the first ones of it, in the order of the ranks
+    and their shards. `before`, int64 [classes], are the images of each class on the ranks before.
+    Returns int64 indices into the shard, and as many places.
     """
-    classes = before.numel()
-    counts = class_counts(labels, classes)
+    counts = torch.bincount(labels, minlength=before.numel())
     order = torch.argsort(labels, stable=True)
     of_class = labels[order]
     first = torch.cumsum(counts, 0) - counts
     number = before[of_class] + torch.arange(labels.numel()) - first[of_class]
-    drawn = number < each * draws
-    of_class, number = of_class[drawn], number[drawn]
-    draw = torch.div(number, each, rounding_mode="floor")
-    return order[drawn], (draw * classes + of_class) * each + number % each
+    drawn = number < each
+    return order[drawn], of_class[drawn] * each + number[drawn]

@@ -38,11 +38,10 @@ Finding = tuple[str, str]  # a file that can't be read, and the one in its place
 
 @dataclass(frozen=True)
 class Access:
-    """How a rank comes by its images.
+    """How a rank comes by its images; `workers` threads decode.
 
-    `mode` is memory, stream, or auto, which streams what memory can't hold, or once, which streams
-    all that are files, since each is looked at once; `workers` threads decode. With `skip_corrupt`
-    a damaged image is replaced by the next one of its class.
+    `mode` is memory, stream, auto, which streams what memory can't hold, or once, which streams all
+    that are files. With `skip_corrupt` a damaged image is replaced by the next one of its class.
     """
 
     download: bool = False
@@ -90,10 +89,7 @@ class Reader:
         return [self.pool.submit(self._decode_all, files, *part) for part in parts]
 
     def finish(self, futures: Sequence[Future], going: Callable[[], None] | None = None) -> None:
-        """Wait until what was begun is done; keep the first error, and tell what was replaced.
-
-        `going` is called as it goes on.
-        """
+        """Wait until what was begun is done; keep the first error, and tell what was replaced."""
         for future in futures:
             if going is not None:
                 going()
@@ -141,10 +137,7 @@ class Reader:
         return found
 
     def _substitute(self, files: Files, index: int, target: np.ndarray) -> int:
-        """Fill `target` with the next readable image of the same class in the split.
-
-        An image of those to train on must not be judged by as well, and the other way round.
-        """
+        """Fill `target` with the next readable image of the same class, `held_out` or not alike."""
         may = files.labels == files.labels[index]
         if files.held_out is not None:
             may &= files.held_out == files.held_out[index]
@@ -175,10 +168,7 @@ class Reader:
 
 
 def side_of_first(count: int, side: Callable[[int], int], skip_corrupt: bool) -> int:
-    """Return the `side` of the first of `count` images; with `skip_corrupt` the first readable.
-
-    Raises UserError (UNREADABLE) where there is none.
-    """
+    """Return the `side` of the first of `count` images; with `skip_corrupt` the first readable."""
     for index in range(count):
         try:
             return side(index)
@@ -196,10 +186,7 @@ def is_damaged(error: UserError) -> bool:
 
 
 def decoding_threads(sharers: int, wanted: int = 0) -> int:
-    """Return how many threads decode images: as wanted, or the rank's share of the cores.
-
-    So many ranks as `sharers` may use the same cores.
-    """
+    """Return how many threads decode: as `wanted`, or a share of the cores beside `sharers`."""
     share = len(os.sched_getaffinity(0)) // sharers
     return wanted or max(1, min(share, MOST_DECODING))
 
@@ -269,10 +256,7 @@ class Prefetcher:
         return bool(self.batches) and torch.equal(self.batches[0].chosen, chosen)
 
     def take(self) -> tuple[Tensor, float]:
-        """Return the first batch, uint8 [b, 3, side, side], and the seconds waited for it.
-
-        Its memory holds until another batch is requested.
-        """
+        """Return the first batch, good until another is requested, and the seconds waited."""
         started = perf_counter()
         batch = self.batches.popleft()
         self.images.reader.finish(batch.futures)
@@ -311,10 +295,7 @@ def in_turn(images: Tensor | Streamed, parts: Iterable[slice | Tensor]) -> Itera
 
 
 def decode_all(images: Streamed, going: Callable[[], None]) -> Tensor:
-    """Decode all images into memory; raise UserError for the first that can't be read.
-
-    `going` is called as it goes on.
-    """
+    """Decode all images into memory; raise UserError for the first that can't be read."""
     result = images.empty(len(images.places))
     reader, indices = images.reader, images.places.tolist()
     out, step = result.numpy(), 1024

@@ -26,7 +26,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, listed, one_line
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular
 from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
 from prunex_mpi.data.images import MOST_PIXELS, as_uint8, open_rgb
-from prunex_mpi.data.sources import Source
+from prunex_mpi.data.sources import Source, source_of_files
 
 BLOCK = 512  # of a tar file
 SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits
@@ -39,10 +39,7 @@ MOST_BYTES_ABOUT, MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 2**16, 32, 8 * MOST_PIXEL
 
 @dataclass(frozen=True)
 class Names:
-    """What lies in one folder, hidden names apart, sorted; `state` tells when it is another one.
-
-    "" where that can't be told.
-    """
+    """What lies in one folder, hidden names apart, sorted; `state` changes with it, if known."""
 
     state: str
     folders: list[str]
@@ -95,8 +92,7 @@ def find_image_files(
     """Return the images below `data_dir`, cropped and scaled where `image_size` asks for it.
 
     `name` is one of CONTENTS, `known` what other ranks have read, by path: what is missing, or is
-    not the same here, is read. Unless `with_test` the test images are not looked for. `going` is
-    called as it goes on. Raises UserError (UNREADABLE).
+    not the same here, is read. Raises UserError (UNREADABLE).
     """
     find = _in_class_folders if name == "imagefolder" else _in_tar_files
     splits = [find(folder, known, going) for folder in _split_folders(data_dir, with_test)]
@@ -123,20 +119,12 @@ def find_image_files(
     found.append(f"{classes:,} classes")
     if os.path.basename(test.folder) == VALIDATION:
         found.append(f"the test set is {VALIDATION}/, as there is no test/")
-    return Source(
-        counts=(len(train.labels), len(test.labels) if with_test else 0),
-        read=None,
-        labels=lambda: train.labels,
+    return source_of_files(
+        [_files_of(split, image_size, side) for split in splits],
         num_classes=classes,
-        image_size=side,
         flip=True,
-        pad=side // 8,
         found=(", ".join(found), "; ".join(text for split in splits for text in split.left_out)),
         class_names=train.class_names,
-        files={
-            name: _files_of(split, image_size, side)
-            for name, split in zip(("train", "test"), splits, strict=False)
-        },
         digest=digest.hexdigest(),
     )
 
@@ -160,8 +148,7 @@ def read_share(
 ) -> Known:
     """Return the contents of every `size`-th class folder or tar file, from number `rank` on.
 
-    `name` is one of CONTENTS; unless `with_test` of the training images alone. `going` is called
-    as it goes on. Raises UserError (UNREADABLE).
+    Raises UserError (UNREADABLE).
     """
     if name == "imagefolder":
         found, read = class_folders, read_names
@@ -189,10 +176,7 @@ def class_folders(folder: Path) -> list[str]:
 def _in_class_folders(
     folder: Path, known: Mapping[str, Names], going: Callable[[], None]
 ) -> FileSplit:
-    """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image.
-
-    Hidden names count nowhere. `going` is called once for each class.
-    """
+    """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image."""
     images: list[str] = []
     folders, foreign = _entries(str(folder))
     empty: list[str] = []  # class folders without an image
@@ -286,8 +270,8 @@ def _in_tar_files(
 ) -> FileSplit:
     """List the images in folder/*.tar, in the order of the names of these files.
 
-    Raises UserError (UNREADABLE) where there are none, a tar file is damaged, or has another size
-    here than where it was read, or an image has no class.
+    Raises UserError (UNREADABLE) where there are none, or a tar file is damaged, or another one
+    here than where it was read.
     """
     paths = tar_files(folder)
     every = [
@@ -329,10 +313,7 @@ def _in_tar_files(
 
 
 def _member(path: str, start: int, size: int, name: str) -> BytesIO:
-    """Read an image's file from a tar file; raise UserError where that is not possible.
-
-    Or where another one lies there, as in a file that was listed on another host.
-    """
+    """Read an image's file from a tar file; raise UserError where it isn't there as listed."""
     try:
         if size > MOST_BYTES_IMAGE:
             raise ValueError(f"{size:,} bytes")
@@ -385,10 +366,7 @@ def read_headers(path: str, going: Callable[[], None]) -> Headers:
     classes: dict[str, int] = {}
     dotted: list[str] = []
     try:
-        with (
-            open_regular(path) as file,
-            tarfile.open(mode="r:", fileobj=_InBounds(file)) as tar,
-        ):
+        with open_regular(path) as file, tarfile.open(mode="r:", fileobj=_InBounds(file)) as tar:
             total = os.fstat(file.fileno()).st_size
             for number, member in enumerate(tar):
                 if number % BETWEEN == 0:

@@ -40,11 +40,10 @@ TIFF_BITS, TIFF_PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
 
 
 def as_uint8(source: str | BinaryIO, side: int, *, fit: bool, name: str = "") -> Tensor:
-    """Return the image as uint8 [3, side, side].
+    """Return the image as uint8 [3, side, side]; `fit` scales the short side and crops the centre.
 
-    `fit` scales the short side and crops the centre. `name` stands for the file in messages, where
-    `source` isn't its path. Raises UserError (UNREADABLE) for broken files, other sizes without
-    `fit`, and modes that are refused.
+    `name` stands for the file in messages. Raises UserError (UNREADABLE) for broken files, other
+    sizes without `fit`, and modes that are refused.
     """
     name = name or str(source)
     return to_side(open_rgb(source, name=name), side, fit=fit, name=name)

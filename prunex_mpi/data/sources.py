@@ -1,8 +1,9 @@
 """Where the images of a data set come from; those of data sets that need no files of images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,20 @@ class Source:
     class_names: tuple[str, ...] = ()
     files: dict[str, Files] | None = None
     digest: str = ""
+
+
+def source_of_files(splits: Sequence[Files], **others: Any) -> Source:
+    """Return the source of files to train on and, where there are such, to test on."""
+    train = splits[0]
+    return Source(
+        counts=(len(train.labels), sum(len(test.labels) for test in splits[1:])),
+        read=None,
+        labels=lambda: train.labels,
+        image_size=train.side,
+        pad=train.side // 8,
+        files=dict(zip(("train", "test"), splits, strict=False)),
+        **others,
+    )
 
 
 def digits(image_size: int, going: Callable[[], None]) -> Source:

@@ -99,9 +99,9 @@ def pairs(rows: np.ndarray, device: Device) -> tuple[Tensor, Tensor]:
 class WindowStream:
     """Draw endless batches of windows from the first `stop` tokens of a text.
 
-    Windows begin anywhere, and are drawn with replacement from a generator seeded by (seed, rank).
-    An epoch is as many of them as cover the part once, on all `ranks` together. The position is all
-    in `epoch`, `position` and `generator`; `order` is empty: nothing is shuffled.
+    They are drawn with replacement from a generator seeded by (seed, rank). An epoch is as many as
+    cover the part once, on all `ranks` together. The position is all in `epoch`, `position` and
+    `generator`; `order` is empty: nothing is shuffled.
     """
 
     waited = 0.0
@@ -204,8 +204,8 @@ class Parts:
 def parts_of(count: int, val_split: float, context: int, ranks: int, most: int = 0) -> Parts:
     """Cut `count` tokens: nine tenths to train on, whose end is held out, and the rest to test on.
 
-    Of the former it is the first `most` windows, where that is given. Raises UserError (UNREADABLE)
-    for a part that has no window of `context` tokens, or too few for all ranks.
+    Of the former the first `most` windows, unless 0. Raises UserError (UNREADABLE) for a part that
+    has no window of `context` tokens, or too few for all ranks.
     """
     trained = tested = count * TRAINED // PARTS
     if most:
@@ -235,13 +235,9 @@ def parts_of(count: int, val_split: float, context: int, ranks: int, most: int =
     return parts
 
 
-def windows_of(tokens: Tokens, first: int, stop: int, context: int, most: int = 0) -> Windows:
-    """Return the windows of a part one after the other, `most` at most (0: all).
-
-    Fewer than `context` tokens at the end are left out.
-    """
+def windows_of(tokens: Tokens, first: int, stop: int, context: int) -> Windows:
+    """Return the windows of a part one after the other, without fewer tokens at its end."""
     count = (stop - first - 1) // context
-    count = min(count, most) if most else count
     return Windows(tokens, range(first, first + count * context, context), context)
 
 
@@ -249,8 +245,7 @@ def windows_of(tokens: Tokens, first: int, stop: int, context: int, most: int = 
 class TextSet:
     """One rank's windows of a text, and what is known of the whole, as `Dataset` has of images.
 
-    Those to train on are drawn from the tokens before `stop`; `train` are this rank's share of them
-    in order. Totals are tokens of all ranks.
+    Those to train on are drawn from the tokens before `stop`. Totals are tokens of all ranks.
     """
 
     text: Text
@@ -302,19 +297,17 @@ def take_windows(
     val_split: float,
     part: tuple[int, int],
 ) -> TextSet:
-    """Return the windows of rank `part[0]` of `part[1]`.
+    """Return the windows of rank `part[0]` of `part[1]`. Raises UserError for impossible counts.
 
-    `samples` are the windows to train and to test on, 0 for all, None for none. Raises UserError as
-    `parts_of` does, and where there are fewer windows than `samples`.
+    `samples` are the windows to train and to test on, 0 for all, None for none.
     """
     (wanted, tested), (rank, size), tokens = samples, part, text.tokens
     if text.tokenizer.size < 2:
         raise UserError("the text is one character over and over: give another one", UNREADABLE)
     # What is tested alone needs no window for each rank.
-    parts = parts_of(
-        len(tokens), val_split, context, size if wanted is not None else 1, wanted or 0
-    )
-    per_rank = (parts.train - 1) // context // size if wanted is not None else 0
+    trains = wanted is not None
+    parts = parts_of(len(tokens), val_split, context, size if trains else 1, wanted or 0)
+    per_rank = (parts.train - 1) // context // size if trains else 0
     first = rank * per_rank * context
     test = windows_of(tokens, parts.begin, len(tokens), context)
     if tested > len(test):

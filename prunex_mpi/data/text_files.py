@@ -86,10 +86,9 @@ def prepared_from(told: dict[str, Any]) -> Prepared:
 
 
 def find_text_files(data_dir: str) -> list[Path]:
-    """Return the file, or all files of a folder and those in it, in the order of their paths.
+    """Return the file, or all visible files of a folder and those in it, in order of their paths.
 
-    Names that begin with a dot are left out, and so are links to folders. Raises UserError
-    (UNREADABLE) where there is none.
+    Raises UserError (UNREADABLE) where there is none.
     """
     path = Path(data_dir)
     if not path.is_dir():
@@ -119,10 +118,9 @@ def embedded_text() -> bytes:
 def pieces_of(
     files: Sequence[Path], going: Callable[[], None], look: Callable[[bytes], None]
 ) -> Iterator[str]:
-    """Yield all text in pieces; show all bytes to `look` as they are read.
+    """Yield all text, the embedded one without files, in pieces; show all bytes to `look`.
 
-    Without files it is the embedded text. Raises UserError (UNREADABLE) for what can't be read or
-    is no UTF-8.
+    Raises UserError (UNREADABLE) for what can't be read or is no UTF-8.
     """
     if not files:
         text = embedded_text()
@@ -196,12 +194,11 @@ def prepare(
     going: Callable[[], None] = lambda: None,
     known: Tokenizer | None = None,
 ) -> Prepared:
-    """Read a text once and make its tokens ready to be mapped.
+    """Read a text, "" for the embedded one, once and make its tokens ready to be mapped.
 
-    `data_dir` "" is the embedded text. `name` is that of a tokenizer or the path of its file; with
-    chars the vocabulary is the characters of the text, or that of a tokenizer that is `known`.
-    `going` is called as it goes on. Raises UserError (UNREADABLE) for text that is missing, empty,
-    no UTF-8 or not of the known vocabulary, UserError (USAGE) for a tokenizer that can't be used.
+    `name` is that of a tokenizer or the path of its file; with chars the vocabulary is that of the
+    text, or of a tokenizer that is `known`. Raises UserError (UNREADABLE) for text that is missing,
+    empty, no UTF-8 or not of the vocabulary, UserError (USAGE) for a tokenizer that can't be used.
     """
     files = find_text_files(data_dir) if data_dir else []
     look = _Look()
@@ -312,10 +309,7 @@ def encode_characters(text: str, characters: str) -> np.ndarray:
 
 
 def read_tokenizer(path: str) -> tuple[Tokenizer, Any]:
-    """Return a tokenizer file's description and the `tokenizers.Tokenizer` that it makes.
-
-    Raises UserError where the package is missing, or the file can't be read.
-    """
+    """Return a tokenizer file's description and what it makes; raise UserError where it can't."""
     require_packages("--tokenizer FILE", "text", "tokenizers")
     from tokenizers import Tokenizer as Encoder
 

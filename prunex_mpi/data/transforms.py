@@ -43,8 +43,7 @@ TRANSFORMS: dict[str, Callable[[], Transform]] = {
 def draw_boxes(count: int, side: int, generator: torch.Generator) -> Tensor:
     """Return top, left, height and width of `count` random crops of squares, int64 [4, count].
 
-    Distributed as those of torchvision's RandomResizedCrop; where none of its tries fits, all of
-    the image is taken.
+    As torchvision's RandomResizedCrop; where none of its tries fits, all of the image is taken.
     """
     drawn = torch.rand(2, TRIES, count, generator=generator, dtype=torch.float64)
     area = (AREA[0] + drawn[0] * (AREA[1] - AREA[0])) * side**2
@@ -112,9 +111,7 @@ def transformed(images: Tensor, transforms: Sequence[Transform], seeds: Tensor) 
 class Mixing:
     """How batches are mixed: the parameters of both Beta distributions, 0 for not.
 
-    Mixup is of Zhang 2018, cutmix of Yun 2019.
-
-    `entropy`, seed and rank, makes a rank's draws its own.
+    Mixup is of Zhang 2018, cutmix of Yun 2019. `entropy`, seed and rank, makes draws a rank's own.
     """
 
     mixup: float
@@ -126,8 +123,8 @@ class Mixing:
 def mix(images: Tensor, labels: Tensor, mixing: Mixing, step: int) -> tuple[Tensor, Tensor]:
     """Return images [b, 3, H, W] mixed with others of the batch, and class shares [b, classes].
 
-    One draw for the whole batch, which follows from `step` of the run: nothing has to be
-    remembered. With both kinds a coin decides. The shares have the images' dtype, float32 at least.
+    One draw for the whole batch, by the `step` of the run. With both kinds a coin decides. The
+    shares have the images' dtype, float32 at least.
     """
     rng = np.random.default_rng([*mixing.entropy, step])
     cuts = mixing.cutmix > 0 and (mixing.mixup == 0 or rng.random() < 0.5)
@@ -137,10 +134,9 @@ def mix(images: Tensor, labels: Tensor, mixing: Mixing, step: int) -> tuple[Tens
     if cuts:
         height, width = images.shape[-2:]
         rows, columns = _window(rng, share, height), _window(rng, share, width)
+        window = ..., slice(*rows), slice(*columns)
         mixed = images.clone()
-        mixed[..., slice(*rows), slice(*columns)] = images[partners][
-            ..., slice(*rows), slice(*columns)
-        ]
+        mixed[window] = images[partners][window]
         share = 1 - (rows[1] - rows[0]) * (columns[1] - columns[0]) / (height * width)
     else:
         mixed = torch.lerp(images[partners], images, share)

@@ -24,7 +24,7 @@ from prunex_mpi.base.imports import import_function
 from prunex_mpi.base.logs import log
 from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
 from prunex_mpi.data.images import load_rgb, to_side
-from prunex_mpi.data.sources import Source
+from prunex_mpi.data.sources import Source, source_of_files
 
 # Where torchvision's data sets hold the labels of all their items.
 OF_LABELS = ("targets", "labels")
@@ -33,10 +33,7 @@ IMAGES = "a PIL image, or uint8 [3, H, W] or [1, H, W]"
 
 @dataclass(frozen=True)
 class UserSplit:
-    """The training or the test images of a data set of the user's.
-
-    `name` is what messages call it; `labels` are int64 [n].
-    """
+    """The training or test images of a data set, by the `name` that messages call it."""
 
     name: str
     data: Any
@@ -53,10 +50,9 @@ def find_user_images(
 ) -> Source:
     """Return the images that the function `name`, package.module:function, makes.
 
-    Of both splits, or, unless `with_test`, of that to train on alone. They are cropped
-    and scaled where `image_size` asks for it. `going` is called as it goes on. Raises UserError:
-    USAGE for what is no such function or returns no data set, UNREADABLE for what it raises and
-    what is wrong with items and labels.
+    They are cropped and scaled where `image_size` asks for it. Raises UserError: USAGE for what is
+    no such function or returns no data set, UNREADABLE for what it raises and what is wrong with
+    items and labels.
     """
     splits = _make_splits(name, data_dir, with_test, going)
     train, test = splits[0], splits[-1]
@@ -73,21 +69,13 @@ def find_user_images(
     for split in splits:
         digest.update(f"{len(split.labels)} ".encode() + split.labels.numpy().tobytes())
     images = f"{counts[0]:,} images to train on and {counts[1]:,} to test on"
-    return Source(
-        counts=counts,
-        read=None,
-        labels=lambda: train.labels,
+    return source_of_files(
+        [_files_of(split, image_size, side) for split in splits],
         num_classes=classes,
-        image_size=side,
         # Mirrored images keep their meaning unless the data set says no.
         flip=_attribute(train.name, train.data, "flip") is not False,
-        pad=side // 8,
         found=(f"{images} in {name}, {classes:,} classes", ""),
         class_names=class_names,
-        files={
-            key: _files_of(split, image_size, side)
-            for key, split in zip(("train", "test"), splits, strict=False)
-        },
         digest=digest.hexdigest(),
     )
 
@@ -99,13 +87,9 @@ def _make_splits(
     splits = []
     for train in (True, False)[: 1 + with_test]:
         going()
-        splits.append((split_name(name, train), make(name, data_dir, train)))
+        title = f"{name} {'train' if train else 'test'}"
+        splits.append((title, make(name, data_dir, train)))
     return [UserSplit(title, data, _labels(title, data, going)) for title, data in splits]
-
-
-def split_name(name: str, train: bool) -> str:
-    """Return what messages call one split."""
-    return f"{name} {'train' if train else 'test'}"
 
 
 def make(name: str, data_dir: str, train: bool) -> Any:
@@ -245,10 +229,7 @@ def _files_of(split: UserSplit, image_size: int, side: int) -> Files:
 
 
 def decode(data: Any, index: int, side: int, *, fit: bool, name: str) -> tuple[Tensor, int]:
-    """Return item `index` of a split called `name` as uint8 [3, side, side] and its label.
-
-    Raises UserError (UNREADABLE) as `images.as_uint8` and `read_item` do.
-    """
+    """Return item `index` of a split called `name` as uint8 [3, side, side] and its label."""
     image, label = read_item(data, index, name)
     title = f"{name}[{index}]"
     return to_side(to_pil_image(image, title), side, fit=fit, name=title), label
@@ -257,8 +238,8 @@ def decode(data: Any, index: int, side: int, *, fit: bool, name: str) -> tuple[T
 def _classes_of(train: UserSplit, test: UserSplit) -> tuple[int, tuple[str, ...]]:
     """Return how many classes there are, and their names, () where they have none.
 
-    Raises UserError (UNREADABLE) for labels beyond the names, for those of test images beyond the
-    training images', and for classes of test images that are others than those of training images.
+    Raises UserError (UNREADABLE) where labels or classes of test images are others than those of
+    training images, and for labels beyond the names.
     """
     names, others = _names(train), _names(test)
     for label, (name, other) in enumerate(zip(names, others, strict=False)):

@@ -7,8 +7,7 @@ its gradient less its estimate, and nothing where the estimate is good enough as
 estimates follow (EF21), and the step takes their sum.
 
 With `--adacgd-average` a below 1 the worker's own average of gradients, x = (1 - a) y + a g, stands
-for the gradient, y being the average of the step before (EF21-SGDM, Fatkhullin et al. 2023): that
-of a batch is mostly noise, which no estimate can follow.
+for the gradient, y being the average of the step before (EF21-SGDM, Fatkhullin et al. 2023).
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
-from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, choose_count, share_of
+from prunex_mpi.compress import sparse
 from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import OWN, SHARED, RunContext, State
 from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
@@ -38,19 +37,17 @@ ESTIMATE, LAST, SUM = f"{OWN}estimate", f"{OWN}last_gradient", f"{SHARED}sum_of_
 
 def counts_of(numel: int) -> list[int]:
     """Return how many elements each level sends, ascending."""
-    return [share_of(numel, level) for level in LEVELS]
+    return [sparse.share_of(numel, level) for level in LEVELS]
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate a worker's estimate and last gradient, and the sum of all workers' estimates."""
-    check_positions(layout)
+    sparse.check_positions(layout)
     return {key: torch.zeros_like(theta) for key in (ESTIMATE, LAST, SUM)}
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for the most that this worker sends, and for one bucket of what all do."""
-    if not wire.is_member:
-        return {}
     theta = context.state.theta
     most = counts_of(theta.numel())[-1]
     return {
@@ -81,7 +78,7 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     counts = counts_of(grad.numel())
     largest, places = space["largest"], space["places"]
     torch.topk(space["magnitudes"], counts[-1], out=(largest, places))
-    count = choose_count(difference, largest, counts, ZETA * change)
+    count = sparse.choose_count(difference, largest, counts, ZETA * change)
     torch.index_select(difference, 0, places[:count], out=space["values"][:count])
     space["positions"][:count].copy_(places[:count])
     estimate.index_add_(0, places[:count], space["values"][:count])
@@ -92,9 +89,8 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
     """Return how many of a run's `payload` bytes are positions; the first step is dense."""
     size, steps = state.theta.element_size(), state.position.steps_done
-    pairs = payload - rounds * state.stats.numel() * size
-    pairs -= state.layout.numel * size + (steps - 1) * COUNT_BYTES
-    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
+    others = state.layout.numel * size + (steps - 1) * COUNT_BYTES
+    return sparse.position_bytes(payload - others, size)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
@@ -102,4 +98,4 @@ def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tupl
     counts = counts_of(layout.numel)
     levels = ", ".join(f"{count:,}" for count in counts)
     how = f"at most: 0, {levels} values and positions; the first step dense, {settings.aggregation}"
-    return counts[-1] * (size + POSITION_BYTES) + COUNT_BYTES, how
+    return counts[-1] * (size + sparse.POSITION_BYTES) + COUNT_BYTES, how

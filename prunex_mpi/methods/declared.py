@@ -6,10 +6,11 @@ it. Free of torch and MPI, since flags are read before either is loaded.
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.settings.method import Method
+from prunex_mpi.settings.method import Method, NoOptions
 from prunex_mpi.settings.values import AUTO, option
 
 # From this keep ratio on PacTrain's score `auto` is magnitude.
@@ -95,10 +96,14 @@ PRUNEX_FLAT = Method(
 # Local training, parameters averaged once per outer iteration
 # --------------------------------------------------------------------------------------------------
 
-LOCAL_SGD = Method(
-    name="local-sgd",
-    help="local SGD: parameters averaged once per outer iteration",
-    driver="local_sgd",
+
+def _local(name: str, help: str, options: type = NoOptions, **traits: Any) -> Method:
+    return Method(name=name, help=help, driver="local_sgd", options=options, **traits)
+
+
+LOCAL_SGD = _local(
+    "local-sgd",
+    "local SGD: parameters averaged once per outer iteration",
     defaults={"bn": "average"},
 )
 
@@ -116,11 +121,10 @@ class DilocoOptions:
     )
 
 
-DILOCO = Method(
-    name="diloco",
-    help="local SGD whose mean change is a step with Nesterov momentum",
-    driver="local_sgd",
-    options=DilocoOptions,
+DILOCO = _local(
+    "diloco",
+    "local SGD whose mean change is a step with Nesterov momentum",
+    DilocoOptions,
     defaults={"inner_momentum": "reset"},
     outer_step=True,
 )
@@ -135,11 +139,10 @@ class QsrOptions:
     )
 
 
-QSR = Method(
-    name="qsr",
-    help="local SGD whose interval grows as the learning rate falls",
-    driver="local_sgd",
-    options=QsrOptions,
+QSR = _local(
+    "qsr",
+    "local SGD whose interval grows as the learning rate falls",
+    QsrOptions,
     quadratic_interval=True,
 )
 
@@ -152,12 +155,11 @@ class SparselocoOptions:
     outer_lr: float = option("learning rate of the step between nodes", 1.0, above=0)
 
 
-SPARSELOCO = Method(
-    name="sparseloco",
-    help="local SGD that sends the largest changes, 2 bits each",
-    driver="local_sgd",
+SPARSELOCO = _local(
+    "sparseloco",
+    "local SGD that sends the largest changes, 2 bits each",
+    SparselocoOptions,
     code="sparseloco",
-    options=SparselocoOptions,
     own_format=True,
 )
 
@@ -178,11 +180,10 @@ def check_one_shot(settings: Settings) -> None:
         )
 
 
-ONE_SHOT = Method(
-    name="one-shot",
-    help="local SGD, pruned at the end of one outer iteration",
-    driver="local_sgd",
-    options=OneShotOptions,
+ONE_SHOT = _local(
+    "one-shot",
+    "local SGD, pruned at the end of one outer iteration",
+    OneShotOptions,
     check=check_one_shot,
     prunes_groups=True,
     prunes_once=True,
@@ -192,33 +193,20 @@ ONE_SHOT = Method(
 # Gradients exchanged at each step
 # --------------------------------------------------------------------------------------------------
 
-DENSE = Method(
-    name="dense",
-    help="synchronous SGD: every gradient travels whole",
-    driver="per_step",
-    code="dense",
-    per_step=True,
-    plain_mean=True,
-    overflow_safe=True,
+
+def _per_step(name: str, help: str, options: type = NoOptions, **traits: Any) -> Method:
+    """Declare a method whose code is in the module of its name, unless `traits` name another."""
+    own = {"driver": "per_step", "code": name, "per_step": True} | traits
+    return Method(name=name, help=help, options=options, **own)
+
+
+DENSE = _per_step(
+    "dense", "synchronous SGD: every gradient travels whole", plain_mean=True, overflow_safe=True
 )
 
-FP16 = Method(
-    name="fp16",
-    help="gradients travel as float16",
-    driver="per_step",
-    code="half",
-    per_step=True,
-    overflow_safe=True,
-)
+FP16 = _per_step("fp16", "gradients travel as float16", code="half", overflow_safe=True)
 
-BF16 = Method(
-    name="bf16",
-    help="gradients travel as bfloat16",
-    driver="per_step",
-    code="half",
-    per_step=True,
-    overflow_safe=True,
-)
+BF16 = _per_step("bf16", "gradients travel as bfloat16", code="half", overflow_safe=True)
 
 
 @dataclass(frozen=True)
@@ -226,14 +214,7 @@ class TopkOptions:
     ratio: float = option("share of each layer's gradient that travels", 0.01, above=0, high=1)
 
 
-TOPK = Method(
-    name="topk",
-    help="the largest elements of each gradient, with error feedback",
-    driver="per_step",
-    code="topk",
-    options=TopkOptions,
-    per_step=True,
-)
+TOPK = _per_step("topk", "the largest elements of each gradient, with error feedback", TopkOptions)
 
 
 @dataclass(frozen=True)
@@ -250,13 +231,10 @@ class DgcOptions:
     )
 
 
-DGC = Method(
-    name="dgc",
-    help="deep gradient compression: elements above a threshold, momentum corrected",
-    driver="per_step",
-    code="dgc",
-    options=DgcOptions,
-    per_step=True,
+DGC = _per_step(
+    "dgc",
+    "deep gradient compression: elements above a threshold, momentum corrected",
+    DgcOptions,
     own_momentum=True,
     own_decay=True,
 )
@@ -267,13 +245,8 @@ class PowersgdOptions:
     rank: int = option("rank of the approximation of each gradient matrix", 2, low=1)
 
 
-POWERSGD = Method(
-    name="powersgd",
-    help="low-rank factors of each gradient, with error feedback",
-    driver="per_step",
-    code="powersgd",
-    options=PowersgdOptions,
-    per_step=True,
+POWERSGD = _per_step(
+    "powersgd", "low-rank factors of each gradient, with error feedback", PowersgdOptions
 )
 
 
@@ -288,13 +261,8 @@ class OmnireduceOptions:
     )
 
 
-OMNIREDUCE = Method(
-    name="omnireduce",
-    help="blocks of the gradient, those of largest norm",
-    driver="per_step",
-    code="omnireduce",
-    options=OmnireduceOptions,
-    per_step=True,
+OMNIREDUCE = _per_step(
+    "omnireduce", "blocks of the gradient, those of largest norm", OmnireduceOptions
 )
 
 
@@ -303,30 +271,16 @@ class SpardlOptions:
     ratio: float = option("share of each worker's block that travels", 0.01, above=0, high=1)
 
 
-SPARDL = Method(
-    name="spardl",
-    help="sums of the largest elements, by shares that stay sparse",
-    driver="per_step",
-    code="spardl",
-    options=SpardlOptions,
-    per_step=True,
+SPARDL = _per_step(
+    "spardl", "sums of the largest elements, by shares that stay sparse", SpardlOptions
 )
 
-TERNGRAD = Method(
-    name="terngrad",
-    help="gradients as -1, 0 or 1 times a shared scale",
-    driver="per_step",
-    code="terngrad",
-    per_step=True,
-)
+TERNGRAD = _per_step("terngrad", "gradients as -1, 0 or 1 times a shared scale")
 
-LION = Method(
-    name="lion",
-    help="Distributed Lion: workers vote for signs",
-    driver="per_step",
-    code="lion",
+LION = _per_step(
+    "lion",
+    "Distributed Lion: workers vote for signs",
     defaults={"lr": 0.001, "weight_decay": 0.05},
-    per_step=True,
     own_momentum=True,
     momentum=False,
 )
@@ -342,13 +296,8 @@ class AdacgdOptions:
     )
 
 
-ADACGD = Method(
-    name="adacgd",
-    help="adaptive compression: each worker sends as much as its estimate needs",
-    driver="per_step",
-    code="adacgd",
-    options=AdacgdOptions,
-    per_step=True,
+ADACGD = _per_step(
+    "adacgd", "adaptive compression: each worker sends as much as its estimate needs", AdacgdOptions
 )
 
 
@@ -376,14 +325,11 @@ def check_prunetrain(settings: Settings) -> None:
         )
 
 
-PRUNETRAIN = Method(
-    name="prunetrain",
-    help="group lasso; emptied channels are taken out of the network",
-    driver="per_step",
-    code="prunetrain",
-    options=PrunetrainOptions,
+PRUNETRAIN = _per_step(
+    "prunetrain",
+    "group lasso; emptied channels are taken out of the network",
+    PrunetrainOptions,
     check=check_prunetrain,
-    per_step=True,
     plain_mean=True,
     removes=True,
     overflow_safe=True,
@@ -438,25 +384,19 @@ def check_gossip(settings: Settings) -> None:
         )
 
 
-GOSSIP = Method(
-    name="gossip",
-    help="GossipGraD: each node averages its gradient with that of one other at a time",
-    driver="per_step",
-    code="gossip",
+GOSSIP = _per_step(
+    "gossip",
+    "GossipGraD: each node averages its gradient with that of one other at a time",
     defaults={"aggregation": "hierarchical"},
     check=check_gossip,
-    per_step=True,
     drifts=True,
 )
 
-PACTRAIN = Method(
-    name="pactrain",
-    help="pruned weights, and gradients whose sparsity all workers know",
-    driver="per_step",
-    code="pactrain",
-    options=PactrainOptions,
+PACTRAIN = _per_step(
+    "pactrain",
+    "pruned weights, and gradients whose sparsity all workers know",
+    PactrainOptions,
     check=check_pactrain,
-    per_step=True,
     prunes_weights=True,
     overflow_safe=True,
 )

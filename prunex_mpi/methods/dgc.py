@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
-from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, kept_per_layer, move_whole_
-from prunex_mpi.compress.threshold import (
-    accumulate_,
-    divide,
-    forget_sent_,
-    parts_of,
-    ratio_in,
-    select_above_,
-)
+from prunex_mpi.compress import sparse, threshold
 from prunex_mpi.core.schedule import steps_taken, total_steps
 from prunex_mpi.core.state import OWN, SHARED, RunContext, State
 from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
@@ -45,44 +37,36 @@ SAMPLE = 0.01
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Allocate the accumulated momentum and what has not been sent yet, and the common momentum.
-
-    The first two are linear in what the workers contribute, so their sums over ranks count.
-    """
-    check_positions(layout)
+    """Allocate the accumulated momentum and what has not been sent yet, and the common momentum."""
+    sparse.check_positions(layout)
     return {key: torch.zeros_like(theta) for key in (MOMENTUM, RESIDUAL, COMMON)}
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for the most that this worker sends, and for one bucket of what all do."""
-    if not wire.is_member:
-        return {}
     theta, settings = context.state.theta, context.settings
-    compressed, whole = divide(context.state.layout, settings.options.ratio)
-    largest = ratio_in(0, warmup_parts(settings), settings.options.ratio)
+    compressed, whole = threshold.divide(context.state.layout, settings.options.ratio)
+    largest = threshold.ratio_in(0, warmup_parts(settings), settings.options.ratio)
     return {
-        **allocate_sparse(wire, theta, sum(kept_per_layer(compressed, largest))),
+        **allocate_sparse(wire, theta, sum(sparse.kept_per_layer(compressed, largest))),
         "whole": theta.new_empty(sum(s.numel for s in whole)),
         "chosen": torch.empty_like(theta, dtype=torch.bool),
     }
 
 
 def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Send what is largest of the accumulated momentum, and set `grad` to everyone's sum.
-
-    Collective on `wire.comm`.
-    """
+    """Send the largest momentum; set `grad` to the sum of all. Collective on `wire.comm`."""
     state, settings, grad = context.state, context.settings, context.state.grad
     momentum, residual = state.memory[MOMENTUM], state.memory[RESIDUAL]
-    compressed, whole = divide(state.layout, settings.options.ratio)
-    move_whole_(grad, whole, space["whole"])
+    compressed, whole = threshold.divide(state.layout, settings.options.ratio)
+    sparse.move_whole_(grad, whole, space["whole"])
     wire.reduce_(space["whole"])
     if compressed:
-        accumulate_(momentum, residual, grad, settings.momentum)
+        threshold.accumulate_(momentum, residual, grad, settings.momentum)
         spare, sent = (state.scratch, space["chosen"]), (space["values"], space["positions"])
         ratio, step = ratio_of(context), steps_taken(context)
-        count = select_above_(residual, compressed, ratio, SAMPLE, step, spare, sent)
-        forget_sent_(momentum, residual, space["positions"][:count])
+        count = threshold.select_above_(residual, compressed, ratio, SAMPLE, step, spare, sent)
+        threshold.forget_sent_(momentum, residual, space["positions"][:count])
         grad.zero_()
         add_sparse_parts_(wire, space, count, grad)
     add_common_(space, context)
@@ -95,7 +79,7 @@ def ratio_of(context: RunContext) -> float:
     if step >= steps:
         return final
     parts = warmup_parts(settings)
-    return ratio_in(step * parts // steps, parts, final)
+    return threshold.ratio_in(step * parts // steps, parts, final)
 
 
 def warmup_steps(context: RunContext) -> int:
@@ -111,13 +95,13 @@ def warmup_steps(context: RunContext) -> int:
 def warmup_parts(settings: Settings) -> int:
     """Return in how many equal parts the share falls in the warm-up."""
     epochs = settings.options.warmup_epochs
-    return parts_of(WARMUP_EPOCHS if epochs == AUTO else epochs)
+    return threshold.parts_of(WARMUP_EPOCHS if epochs == AUTO else epochs)
 
 
 def add_common_(space: dict[str, Any], context: RunContext) -> None:
     """Add weight decay and the tensors that travelled whole to `grad`, by their own momentum."""
     state, settings = context.state, context.settings
-    _, whole = divide(state.layout, settings.options.ratio)
+    _, whole = threshold.divide(state.layout, settings.options.ratio)
     fresh = torch.mul(state.theta, settings.weight_decay, out=state.scratch)
     spared = [s for s in state.layout.segments if len(s.shape) < 2]
     if settings.weight_decay_on == "weights" and spared:
@@ -132,22 +116,20 @@ def add_common_(space: dict[str, Any], context: RunContext) -> None:
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
     """Return how many of a run's `payload` bytes are positions, of what does not travel whole."""
     size, steps = state.theta.element_size(), state.position.steps_done
-    parts, whole = divide(state.layout, settings.options.ratio)
-    counts = COUNT_BYTES if parts else 0
-    pairs = payload - rounds * state.stats.numel() * size
-    pairs -= steps * (sum(segment.numel for segment in whole) * size + counts)
-    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
+    parts, whole = threshold.divide(state.layout, settings.options.ratio)
+    others = sum(segment.numel for segment in whole) * size + (COUNT_BYTES if parts else 0)
+    return sparse.position_bytes(payload - steps * others, size)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    compressed, whole = divide(layout, settings.options.ratio)
+    compressed, whole = threshold.divide(layout, settings.options.ratio)
     dense = sum(s.numel for s in whole)
     if not compressed:
         return dense * size, settings.aggregation
-    count = sum(kept_per_layer(compressed, settings.options.ratio))
+    count = sum(sparse.kept_per_layer(compressed, settings.options.ratio))
     how = f"at most {count:,} values and positions, {dense:,} elements whole"
     if settings.options.warmup_epochs:
         how += "; more in the warm-up"
-    sparse = count * (size + POSITION_BYTES) + COUNT_BYTES
-    return sparse + dense * size, f"{how}, {settings.aggregation}"
+    pairs = count * (size + sparse.POSITION_BYTES) + COUNT_BYTES
+    return pairs + dense * size, f"{how}, {settings.aggregation}"

@@ -2,9 +2,6 @@
 
 A method's own code is a module with one face. One that communicates at each step has
 
-- `memory(settings, layout, theta)`: what one step hands to the next; checkpoints hold it;
-- `allocate(wire, context)`: what each step writes anew (`space`), so that no step allocates; called
-  on every rank, also on those that are no member: their wire has no communicator;
 - `exchange_(wire, space, context)`: replaces a worker's weighted gradient in `grad` by the sum over
   all workers, the same bits on each; what it leaves out of the sum stays in the memory; a method
   with the trait `plain_mean` has none, the driver adds up its gradients, and one that `drifts`
@@ -15,7 +12,12 @@ A method's own code is a module with one face. One that communicates at each ste
 
 and, where it needs them,
 
-- `metadata_bytes(settings, state, payload, rounds)`: bytes of a run that say where values belong;
+- `memory(settings, layout, theta)`: what one step hands to the next; checkpoints hold it;
+- `allocate(wire, context)`: what each step writes anew (`space`), so that no step allocates; called
+  on the workers, and on all ranks where the method looks at gradients there: then a wire may have
+  no communicator;
+- `metadata_bytes(settings, state, payload, rounds)`: how many of a run's payload bytes, without
+  those of BatchNorm statistics, say where values belong;
 - `start_gradient_(wires, space, context, loss)`: lets `grad` start from what the method adds to it;
 - `follow_(wires, space, context)`: looks at the gradient that all ranks have received;
 - `prune_(wires, context, done)`: prunes after `done` outer iterations, if that is when; returns the
@@ -30,11 +32,13 @@ moves z.
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
+from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.message import outer_memory
-from prunex_mpi.core.state import State
+from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.core.sums import SUMMED
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -70,25 +74,30 @@ def operations_of(settings: Settings) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], rounds: int) -> int:
-    """Return how many of a run's inter-node bytes, as `counted`, say where values belong.
-
-    Masks and bits, and a position for each value, or block of values, that does not travel whole.
-    """
+    """Return how many of a run's inter-node bytes, as `counted`, say where values belong."""
     code = code_of(settings.method) if settings.method.code else None
     if not hasattr(code, "metadata_bytes"):
         return counted["mask"]
-    return counted["mask"] + code.metadata_bytes(settings, state, counted["payload"], rounds)
+    statistics = rounds * state.stats.numel() * state.theta.element_size()
+    pairs = counted["payload"] - statistics
+    return counted["mask"] + code.metadata_bytes(settings, state, pairs, rounds)
 
 
 def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate what the method remembers, as it is before the first step.
 
-    Names begin with OWN, EACH or SHARED, which says what other nodes go on from (`core/state.py`).
-    `own.` tensors have theta's dtype and device, `shared.` tensors any (small ones that decide stay
-    on the host); all are contiguous. Raises UserError where the method can't work on such a layout.
+    Names begin with OWN, EACH or SHARED (`core/state.py`). `own.` tensors have theta's dtype and
+    device, `shared.` tensors any; all are contiguous. Raises UserError for unsuited layouts.
     """
     if settings.method.outer_step:
         return outer_memory(theta)
-    if settings.method.code:
-        return code_of(settings.method).memory(settings, layout, theta)
-    return {}
+    code = code_of(settings.method) if settings.method.code else None
+    return code.memory(settings, layout, theta) if hasattr(code, "memory") else {}
+
+
+def allocate(code: ModuleType, wire: Wire, context: RunContext) -> dict[str, Any]:
+    """Allocate what each step of a method writes anew; {} on ranks that have nothing to write."""
+    everywhere = hasattr(code, "start_gradient_") or hasattr(code, "follow_")
+    if not hasattr(code, "allocate") or not (everywhere or wire.is_member):
+        return {}
+    return code.allocate(wire, context)

@@ -23,13 +23,7 @@ import numpy as np
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wires
-from prunex_mpi.core.admm import (
-    converges,
-    decay_of_layers,
-    find_residuals,
-    own_residuals,
-    sum_candidate,
-)
+from prunex_mpi.core import admm
 from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.loop import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.mask_agreement import project_locally
@@ -40,15 +34,14 @@ from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
-from prunex_mpi.pruning.masks import Factors, apply_factors_
+from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.settings.fields import Settings
 
 
 def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
-    """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
+    """Train from `position` on; yield records as `hsadmm.outer_iterations`. Collective on `world`.
 
-    As `hsadmm.outer_iterations`. The residuals between nodes are zero. Collective on
-    `topology.world`. Raises Diverged on every rank.
+    The residuals between nodes are zero. Raises Diverged on every rank.
     """
     state, settings, position = context.state, context.settings, context.state.position
     wires = wires_of(topology, state, context.transport)
@@ -70,10 +63,10 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
         with phase(context, this, "dual"):
             still = None if moved is None else np.zeros_like(moved)
             norms = None if state.consensus_sgd else update_duals(state, moved, still)
-            this.residuals.update(own_residuals(norms, state))
-            residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
+            this.residuals.update(admm.own_residuals(norms, state))
+            residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
 
-        converged = may_stop(stage, settings, state.frozen) and converges(residuals)
+        converged = may_stop(stage, settings, state.frozen) and admm.converges(residuals)
         yield end_iteration(topology, context, this, stage, loss, residuals, converged)
         if converged:
             return
@@ -82,31 +75,30 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     """Set z to z~, dense, by the theta + u and the BatchNorm statistics of all ranks.
 
-    Until the masks are frozen nothing is masked: a group that was pruned may come back. What z was
-    before is `last_z`. Collective on `leader.comm`, which holds all ranks.
+    Until the masks are frozen nothing is masked. What z was before is `last_z`. Collective on
+    `leader.comm`, which holds all ranks.
     """
     find_reference_(wires, state)
     batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
     # z_i is z, whose value is at hand: its memory may hold what this rank sends.
-    candidate = sum_candidate(state)
+    candidate = admm.sum_candidate(state)
     state.z_node, state.scratch = candidate, state.z_node
     if not state.frozen:
-        state.factors = Factors(())
+        state.factors = ()
     counted = fill_message_(wires.workers, wires.node, state, settings.payload)
     leader = wires.workers
     ways = leader.comm, wires.node.comm, state, leader.transport, leader.clock
     exchange_message_(*ways, counted)
     take_over_(state, way_of(state))
     if not state.consensus_sgd and settings.weight_decay_in == "z":
-        decay = decay_of_layers(settings, state.layout)
+        decay = admm.decay_of_layers(settings, state.layout)
         scale_(state.z, state.layout, state.rho1 / (decay + state.rho1))
 
 
 def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np.ndarray | None:
     """Project z~, in z, on the sparsity; return |z^{k+1} - z^k|^2 per layer where it is measured.
 
-    World rank 0 decides on the mask, since sums need not have the same bits on every rank.
-    Collective on `leader.comm`, which holds all ranks.
+    World rank 0 decides on the mask. Collective on `leader.comm`, which holds all ranks.
     """
     workers = wires.workers
     mask = state.mask

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.schedule import steps_taken
@@ -26,15 +25,8 @@ OPERATIONS = (
 )
 
 
-def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Return what a step hands to the next: nothing."""
-    return {}
-
-
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for another node's gradient, and the shuffled circles."""
-    if not wire.is_member:
-        return {}
     circles = make_circles(context.settings.seed, wire.comm.size)
     return {"received": torch.empty_like(context.state.theta), "circles": circles}
 

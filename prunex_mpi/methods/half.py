@@ -25,24 +25,14 @@ OPERATIONS = (
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Return what a step hands to the next: nothing."""
-    return {}
-
-
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for the gradient in 16 bits."""
-    if not wire.is_member:
-        return {}
     theta = context.state.theta
     return {"rounded": torch.empty_like(theta, dtype=TYPES[context.settings.method.name])}
 
 
 def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Set `grad` to the sum of the workers' rounded gradients, rounded. Collective on `wire.comm`.
-
-    The gradient has been multiplied by its share in the mean already.
-    """
+    """Set `grad` to the rounded sum of rounded gradients. Collective on `wire.comm`."""
     rounded = space["rounded"].copy_(context.state.grad)
     wire.reduce_halves_(rounded)
     note_overflow_(rounded, context)
@@ -50,10 +40,9 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 
 
 def note_overflow_(total: Tensor, context: RunContext) -> None:
-    """Note as a failure that finite gradients have become infinite in float16.
+    """Note as a failure that finite gradients have become infinite in float16, in their `total`.
 
-    `total` is their rounded sum, `grad` still this worker's own. A loss scaler leaves such a step
-    out instead.
+    A loss scaler leaves such a step out instead.
     """
     state = context.state
     if total.dtype != torch.float16 or state.scaler.is_enabled() or context.failures:

@@ -28,46 +28,13 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires
-from prunex_mpi.core.admm import (
-    NormSums,
-    Residuals,
-    add_pull_,
-    converges,
-    decay_of_layers,
-    find_residuals,
-    forget_duals_,
-    own_residuals,
-    set_anchor_,
-    share_pull_,
-    start_from_,
-    step_duals_,
-    sum_candidate,
-    update_penalties,
-    update_rho2,
-    weigh_candidate,
-)
+from prunex_mpi.core import admm, loop
 from prunex_mpi.core.alike import holds_alike, take_first_
 from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
-from prunex_mpi.core.loop import (
-    Round,
-    finish_round,
-    goes_behind,
-    measures_residuals,
-    needs_z,
-    phase,
-    rounds,
-    split_local,
-)
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.message import arrive_, exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.removal import remove_dropped_
-from prunex_mpi.core.schedule import (
-    Stage,
-    find_stage,
-    local_steps,
-    may_stop,
-    note_drift_,
-)
+from prunex_mpi.core.schedule import Stage, find_stage, local_steps, may_stop, note_drift_
 from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
     KNOWN,
@@ -100,13 +67,7 @@ from prunex_mpi.core.streaming import (
 )
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import squared_distances
-from prunex_mpi.pruning.masks import (
-    apply_factors_,
-    build_factors,
-    factor_views,
-    mask_drift,
-    mask_views_,
-)
+from prunex_mpi.pruning import masks
 from prunex_mpi.settings.fields import Settings
 
 
@@ -114,55 +75,54 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
     """Run H-SADMM from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
     Collective on `topology.world`: every rank must exhaust the iterator, which ends early, between
-    two local steps, where the ranks agree to stop. The record also carries `layers`, the rows of
-    layers.jsonl, and `status`, which is "converged" on an early stop. Of `seconds`, `intra` counts
-    waiting for the node's gradients as well. Between two records the state is all there is to know.
-    Raises Diverged on every rank.
+    two local steps, where the ranks agree to stop. Of `seconds`, `intra` counts waiting for the
+    node's gradients as well. Between two records the state is all there is to know. Raises Diverged
+    on every rank.
     """
     state, settings, position = context.state, context.settings, context.state.position
     wires = wires_of(topology, state, context.transport)
     leader, node = wires.workers, wires.node
     with averaging(node if settings.node_sync == "step" else None, context) as averager:
-        for this in rounds(context):
-            measured = measures_residuals(context, this)
+        for this in loop.rounds(context):
+            measured = loop.measures_residuals(context, this)
             stage = find_stage(this.k, settings, state.frozen, position, measured)
             parted = goes_in_parts(context, this, stage)
-            apart = this.k % settings.options.t_sync > 0 and not needs_z(context, this, stage)
+            apart = this.k % settings.options.t_sync > 0 and not loop.needs_z(context, this, stage)
             if apart:
                 stage = replace(stage, choose=False)
-            with phase(context, this, "local"):
+            with loop.phase(context, this, "local"):
                 loss = local_computation(averager, context, wires if parted else None)
                 if loss is None:
                     return
                 check_divergence(topology, context, loss)
-            split_local(context, this, waiting="intra")
+            loop.split_local(context, this, waiting="intra")
             moved_node = moved = None
-            with phase(context, this, "intra"):
+            with loop.phase(context, this, "intra"):
                 find_reference_(wires, state)
                 z_tilde = None if parted else intra_node_consensus(node, state, settings)
             if parted:
-                with phase(context, this, "inter"):
-                    behind = goes_behind(context, this, stage)
+                with loop.phase(context, this, "inter"):
+                    behind = loop.goes_behind(context, this, stage)
                     send_part_(wires, context, settings.fragments, behind)
             else:
-                with phase(context, this, "project"):
+                with loop.phase(context, this, "project"):
                     moved_node = project(leader, node, state, settings, z_tilde, stage)
                     if stage.freeze:
                         freeze(state, settings.after_freeze == "local-sgd")
                 position.apart = apart
-                with phase(context, this, "inter"):
+                with loop.phase(context, this, "inter"):
                     if apart:
                         stay_apart_(state)
                     else:
-                        behind = goes_behind(context, this, stage)
+                        behind = loop.goes_behind(context, this, stage)
                         moved = inter_node_consensus(wires, context, stage, behind)
-            with phase(context, this, "dual"):
+            with loop.phase(context, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
-                forget_duals_(state, settings)
-                this.residuals.update(own_residuals(norms, state))
-                residuals, loss = find_residuals(topology.world, state, settings, norms, loss)
+                admm.forget_duals_(state, settings)
+                this.residuals.update(admm.own_residuals(norms, state))
+                residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
 
-            settles = may_stop(stage, settings, state.frozen) and converges(residuals)
+            settles = may_stop(stage, settings, state.frozen) and admm.converges(residuals)
             # A union may hold more groups than allowed: vote once more before stopping.
             position.vote_next, converged = settles and stage.union, settles and not stage.union
             yield end_iteration(topology, context, this, stage, loss, residuals, converged)
@@ -178,14 +138,14 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 def local_computation(
     averager: GradientAverager | None, context: RunContext, wires: Wires | None = None
 ) -> float | None:
-    """Take T steps on f_ij(theta) + rho1/2 |theta - z_i + u|^2; return the mean loss.
+    """Take T steps on f_ij(theta) + rho1/2 |theta - z_i + u|^2 (Eq. 8); return the mean loss.
 
-    Eq. 8, by the inner optimizer. No communication, unless `averager` averages each step's gradient
-    inside the node (then collective on its communicator). Consensus SGD starts from z and has no
-    proximal term. Where an exchange is under way the node goes on from its own z_i, and z arrives
-    after some of the steps. With `wires` all parts of the message but the last are sent between
-    the steps, see `core/streaming.py` (then collective on their communicators). Returns None where
-    the ranks agree to stop, before all that belongs to the step at which `position` then is.
+    No communication, unless `averager` averages each step's gradient inside the node (then
+    collective on its communicator). Consensus SGD starts from z and has no proximal term. Where an
+    exchange is under way the node goes on from its own z_i, and z arrives after some of the steps.
+    With `wires` all parts of the message but the last are sent between the steps, see
+    `core/streaming.py` (then collective on their communicators). Returns None where the ranks agree
+    to stop, before the step at which `position` then is.
     """
     state, settings, position = context.state, context.settings, context.state.position
     losses, started = loss_sums(context), time.perf_counter()
@@ -197,14 +157,14 @@ def local_computation(
         if not position.part:
             if starts_from_z(state, settings):
                 alone = position.under_way or position.apart
-                start_from_(state, settings, state.z_node if alone else state.z)
+                admm.start_from_(state, settings, state.z_node if alone else state.z)
             if settings.inner_momentum == "reset":
                 forget_momentum_(state)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     decayed = share_decay_(context, settings.weight_decay if in_theta else 0.0)
-    rho1 = None if state.consensus_sgd else share_pull_(state, settings)
+    rho1 = None if state.consensus_sgd else admm.share_pull_(state, settings)
     masked, weights = (
-        factor_views(flat, state.layout, state.groups, state.factors)
+        masks.factor_views(flat, state.layout, state.groups, state.factors)
         for flat in (state.grad, state.theta)
     )
     context.problem.model.train()
@@ -221,16 +181,16 @@ def local_computation(
         state.scaler.unscale_(state.optimizer)
         watch_(context)
         if state.frozen and settings.clip_grad:
-            mask_views_(masked, state.factors)
+            masks.mask_views_(masked, state.factors)
         clip_(context)
         if rho1 is not None:
-            add_pull_(state, rho1)
+            admm.add_pull_(state, rho1)
         if state.frozen:
-            mask_views_(masked, state.factors)
+            masks.mask_views_(masked, state.factors)
         step_optimizer_(context, decayed)
         if state.frozen and settings.optimizer == "muon":
             # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
-            mask_views_(weights, state.factors)
+            masks.mask_views_(weights, state.factors)
         add_loss_(losses, loss, context)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)
@@ -252,38 +212,32 @@ def local_computation(
 def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor:
     """Return the dense candidate of the node, z_tilde; leave its mean statistics in `stats`.
 
-    z~_i = [rho1 mean_j(theta_ij + u_ij) + rho2 (z - v_i)] / (lambda + rho1 + rho2), Eq. 9 with the
-    mean and the global z; in consensus SGD the mean alone. Allreduce SUM of all parameters, dense,
-    unless gradients were averaged at each step: then theta and u are the same on all ranks of the
-    node, and so is their mean. In the memory of `scratch`. Collective on `node.comm`.
+    z~_i = [rho1 mean_j(theta_ij + u_ij) + rho2 (z - v_i)] / (lambda + rho1 + rho2), Eq. 9; in
+    consensus SGD the mean alone. Allreduce SUM of all parameters, dense, unless gradients were
+    averaged at each step: then ranks hold the same. In the memory of `scratch`. Collective on
+    `node.comm`.
     """
     ranks = node.comm.size
     average_in_node_(node, state)
-    decay = decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
+    decay = admm.decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
     if settings.node_sync == "step" or ranks == 1:
-        z_tilde = own_candidate(state, decay)
+        z_tilde = admm.weigh_candidate(state, decay, 1)
         make_alike_(node, state, decay)
         return z_tilde
-    total = sum_candidate(state)
+    total = admm.sum_candidate(state)
     node.reduce_(total)
-    return total.div_(ranks) if state.consensus_sgd else weigh_candidate(state, decay, ranks, total)
-
-
-def own_candidate(state: State, decay: np.ndarray) -> Tensor:
-    """Return z_tilde of a node whose ranks hold the same. Does not communicate."""
-    return sum_candidate(state) if state.consensus_sgd else weigh_candidate(state, decay, 1)
+    return admm.weigh_candidate(state, decay, ranks, total)
 
 
 def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
     """See that z_tilde, in `scratch`, is the same on all ranks of the node, bit for bit.
 
-    Where sums of gradients had other bits on another rank, the leader's theta and u become
-    everyone's. Collective on `node.comm`.
+    Else the leader's theta and u become everyone's. Collective on `node.comm`.
     """
     if node.comm.size == 1 or holds_alike(node, state, state.scratch, state.spare):
         return
     take_first_(node, state, "of a node")
-    own_candidate(state, decay)
+    admm.weigh_candidate(state, decay, 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -292,21 +246,15 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
 
 
 def project(
-    leader: Wire,
-    node: Wire,
-    state: State,
-    settings: Settings,
-    z_tilde: Tensor,
-    stage: Stage,
+    leader: Wire, node: Wire, state: State, settings: Settings, z_tilde: Tensor, stage: Stage
 ) -> np.ndarray | None:
     """Set z_i to the projection of z_tilde (Eq. 10), whose memory it takes over.
 
     By vote the leaders choose the shared support that keeps most of all nodes' energy, which is
     the exact projection of (z~_1 ... z~_M) on shared supports; else each leader projects for its
-    node. Only leaders compute energies: one rank's decision is broadcast, so that no two ranks of a
-    node can disagree on a near tie. Without a choice z_i = z~_i: before the first nothing is
-    masked, and after the freeze z~_i is made of vectors that are. Returns |z_i^{k+1} - z_i^k|^2 per
-    layer where it is measured. Collective on `leader.comm`, then on `node.comm`.
+    node. Without a choice z_i = z~_i: before the first nothing is masked, and after the freeze z~_i
+    is made of vectors that are. Returns |z_i^{k+1} - z_i^k|^2 per layer where it is measured.
+    Collective on `leader.comm`, then on `node.comm`.
     """
     round_to = settings.round_to
     if stage.choose:
@@ -321,9 +269,9 @@ def project(
             change_mask(state, mask)
             factors = state.factors
         else:
-            factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
+            factors = masks.build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
             state.mask = mask
-        apply_factors_(z_tilde, state.layout, state.groups, factors)
+        masks.apply_factors_(z_tilde, state.layout, state.groups, factors)
     moved = squared_distances(state.z_node, z_tilde, state.layout) if stage.measured else None
     state.z_node, state.scratch = z_tilde, state.z_node
     return moved
@@ -339,12 +287,11 @@ def inter_node_consensus(
 ) -> np.ndarray | None:
     """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere (Eq. 11).
 
-    The only phase whose bytes cross nodes in bulk: leaders agree on the mask (BOR of packed bits,
-    unless it was voted), pack z_i + v_i and the BatchNorm statistics into one dense message, add it
-    up in buckets, and broadcast the compact result inside their node, where every rank expands it.
-    With `behind` it goes on in the helper thread, and z is what it was until `z_arrives`. Returns
-    |z^{k+1} - z^k|^2 per layer where it is measured. Collective on the communicators of the workers
-    and the node.
+    Leaders agree on the mask (BOR of packed bits, unless it was voted), pack z_i + v_i and the
+    BatchNorm statistics into one dense message, add it up in buckets, and broadcast the compact
+    result inside their node. With `behind` it goes on in the helper thread, and z is what it was
+    until `z_arrives`. Returns |z^{k+1} - z^k|^2 per layer where it is measured. Collective on the
+    communicators of the workers and the node.
     """
     state, leader, node = context.state, wires.workers, wires.node
     if stage.union:
@@ -367,10 +314,9 @@ def inter_node_consensus(
 def stay_apart_(state: State) -> None:
     """Finish an outer iteration without an exchange: z_i, on the mask in force, and statistics.
 
-    Both are the node's own, in place of those of all. z and v are those of the last exchange, and
-    z - v in phase 2 goes on pulling z~_i towards it. Does not communicate.
+    Both are the node's own; z and v are those of the last exchange. Does not communicate.
     """
-    apply_factors_(state.z_node, state.layout, state.groups, state.factors)
+    masks.apply_factors_(state.z_node, state.layout, state.groups, state.factors)
     if state.alone:
         batchnorm.read_plain_(state.bn_modules, state.stats)
         return
@@ -379,10 +325,7 @@ def stay_apart_(state: State) -> None:
 
 
 def z_arrives(context: RunContext) -> None:
-    """Finish what phase 4 of the last outer iteration has begun: theta += z - z_i, v += z_i - z.
-
-    Or what has begun since, with a part of the message. Waits for the helper thread.
-    """
+    """Wait for what phase 4, or a part of it, has begun: theta += z - z_i, v += z_i - z."""
     state, clock = context.state, context.state.position.clock
     started = now(state.theta.device)
     if context.behind is not None:
@@ -395,8 +338,8 @@ def z_arrives(context: RunContext) -> None:
         merge_(state, context.settings, place)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
-        update_rho2(state, context.settings)
-        set_anchor_(state)
+        admm.update_rho2(state, context.settings)
+        admm.set_anchor_(state)
     position.under_way = ""
     clock.behind += now(state.theta.device) - started
 
@@ -408,38 +351,38 @@ def z_arrives(context: RunContext) -> None:
 
 def update_duals(
     state: State, moved_node: np.ndarray | None, moved: np.ndarray | None
-) -> NormSums | None:
+) -> admm.NormSums | None:
     """u += theta - z_i (Eq. 12), v += z_i - z (Eq. 13); return this rank's squared norms.
 
-    `moved_node` and `moved` are what phases 3 and 4 have measured; None where they have not, and
-    then there are no norms. While z is under way v waits for it. Does not communicate.
+    None where phases 3 and 4 have not measured how z_i and z `moved`. While z is under way v waits
+    for it. Does not communicate.
     """
-    norms = step_duals_(state, moved is not None)
+    norms = admm.step_duals_(state, moved is not None)
     if norms is None:
         return None
     gap_theta, theta, z_node, u, gap_node, z, v = norms
-    return NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
+    return admm.NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
 
 
 def end_iteration(
     topology: Topology,
     context: RunContext,
-    this: Round,
+    this: loop.Round,
     stage: Stage,
     loss: float,
-    residuals: Residuals | None,
+    residuals: admm.Residuals | None,
     converged: bool,
 ) -> dict[str, Any]:
     """Note the drift, evaluate, update penalties; return the record. Collective on `world`."""
     state, settings = context.state, context.settings
-    note_drift_(state.position, stage, settings, mask_drift(state.mask, this.mask))
+    note_drift_(state.position, stage, settings, masks.mask_drift(state.mask, this.mask))
     # Once theta is trained on a support that stays, and longer than averages remember, they fit z.
     moves = stage.choose or not state.frozen
     estimate = PASSING if settings.bn == "recalibrate" and moves else ""
     if estimate and (stage.freeze or this.last or converged):
         estimate = LASTING
     ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
-    record = finish_round(topology, context, this, loss, **ended)
+    record = loop.finish_round(topology, context, this, loss, **ended)
     if not state.consensus_sgd:
-        update_penalties(state, settings, residuals)
+        admm.update_penalties(state, settings, residuals)
     return record

@@ -45,8 +45,6 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for votes and what comes of them."""
-    if not wire.is_member:
-        return {}
     return allocate_counts(wire, context.state.theta, UP, bits_down(wire.comm.size))
 
 
@@ -74,11 +72,9 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 
 
 def cast_votes_(wire: Wire, space: dict[str, Any], update: Tensor, step: int) -> None:
-    """Set the first of `numbers` to 1 where `update` is above 0, else to 0.
-
-    One bit has no room for 0, which unused parameters have: there workers take turns, so that such
-    votes cancel, over the workers or over two steps.
-    """
+    """Set the first of `numbers` to 1 where `update` is above 0, else to 0."""
+    # One bit has no room for 0, which unused parameters have: workers take turns, so that votes
+    # cancel, over the workers or over two steps.
     votes = space["numbers"].view(torch.bool).view(-1)[: update.numel()]
     above = torch.ge if (wire.comm.rank + step) % 2 else torch.gt
     above(update, 0, out=votes)

@@ -25,13 +25,8 @@ from prunex_mpi.core.state import RunContext, freeze, wires_of
 from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.core.streaming import goes_in_parts, send_part_
+from prunex_mpi.methods import hsadmm
 from prunex_mpi.methods.exchanges import code_of
-from prunex_mpi.methods.hsadmm import (
-    inter_node_consensus,
-    intra_node_consensus,
-    local_computation,
-    project,
-)
 from prunex_mpi.settings.fields import Settings
 
 # With fewer local steps, momentum that is kept and DiLoCo's outer momentum drive each other.
@@ -43,10 +38,9 @@ HIGH_UNSTEADY_RATE = 0.05
 
 
 def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
-    """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
+    """Train from `position` on; yield records as `hsadmm.outer_iterations`. Collective on `world`.
 
-    As `hsadmm.outer_iterations`; `dual` counts diloco's outer step, unless it waits for an exchange
-    that goes on behind local steps. Collective on `topology.world`. Raises Diverged on every rank.
+    Of `seconds`, `dual` is diloco's outer step. Raises Diverged on every rank.
     """
     state, settings = context.state, context.settings
     wires = wires_of(topology, state, context.transport)
@@ -62,7 +56,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 
             parted = goes_in_parts(context, this, stage)
             with phase(context, this, "local"):
-                loss = local_computation(averager, context, wires if parted else None)
+                loss = hsadmm.local_computation(averager, context, wires if parted else None)
                 if loss is None:
                     return
                 check_divergence(topology, context, loss)
@@ -70,21 +64,21 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             behind = goes_behind(context, this, stage)
             with phase(context, this, "intra"):
                 find_reference_(wires, state)
-                mean = None if parted else intra_node_consensus(node, state, settings)
+                mean = None if parted else hsadmm.intra_node_consensus(node, state, settings)
             if parted:
                 with phase(context, this, "inter"):
                     send_part_(wires, context, settings.fragments, behind)
                     loss = mean_loss(topology.world, state, loss)
             else:
                 with phase(context, this, "project"):
-                    project(leader, node, state, settings, mean, stage)
+                    hsadmm.project(leader, node, state, settings, mean, stage)
                     if stage.freeze:
                         freeze(state, True)
                 with phase(context, this, "inter"):
                     if code is not None:
                         code.exchange_(wires, space, context)
                     else:
-                        inter_node_consensus(wires, context, stage, behind)
+                        hsadmm.inter_node_consensus(wires, context, stage, behind)
                     loss = mean_loss(topology.world, state, loss)
                 with phase(context, this, "dual"):
                     if not behind:
@@ -104,8 +98,7 @@ def advice(
 ) -> list[str]:
     """Return a line for each thing that is known to go wrong with `steps` local steps.
 
-    `lr_scale` is what the learning rate is multiplied by. The network is `steady` if it has
-    BatchNorm, GroupNorm or the like.
+    The network is `steady` if it has BatchNorm, GroupNorm or the like.
     """
     lines = []
     kept = settings.method.outer_step and settings.inner_momentum == "keep" and settings.momentum

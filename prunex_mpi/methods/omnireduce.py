@@ -14,17 +14,8 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.comm.wire import Wire
+from prunex_mpi.compress import sparse
 from prunex_mpi.compress.quantise import pack_, unpack_
-from prunex_mpi.compress.sparse import (
-    POSITION_BYTES,
-    block_count,
-    find_nonzero_,
-    move_top_blocks_,
-    new_bits,
-    put_blocks_,
-    share_of,
-    take_blocks_,
-)
 from prunex_mpi.core.state import OWN, RunContext, State
 from prunex_mpi.core.sums import allocate_equal, sum_sparse_
 from prunex_mpi.models.layout import Layout
@@ -43,24 +34,21 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
     """Allocate what has not been sent yet, in whole blocks; nothing where all of them travel."""
     if settings.options.block_ratio == 1:
         return {}
-    blocks = block_count(layout.numel, settings.options.block_size)
+    blocks = sparse.block_count(layout.numel, settings.options.block_size)
     return {RESIDUAL: theta.new_zeros(blocks * settings.options.block_size)}
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for what travels: the largest blocks, or bits for all and as many blocks."""
-    if not wire.is_member:
-        return {}
     state, size = context.state, context.settings.options.block_size
     if context.settings.options.block_ratio < 1:
-        count = share_of(
-            block_count(state.layout.numel, size), context.settings.options.block_ratio
-        )
+        blocks = sparse.block_count(state.layout.numel, size)
+        count = sparse.share_of(blocks, context.settings.options.block_ratio)
         blocks = state.theta.new_empty(count, size)
         numbers = torch.empty(count, dtype=torch.int32, device=blocks.device)
         total = torch.empty_like(state.memory[RESIDUAL]).view(-1, size)
         return {**allocate_equal(wire, blocks, numbers), "sum": total}
-    bits = new_bits(state.layout.numel, size, state.theta.device)
+    bits = sparse.new_bits(state.layout.numel, size, state.theta.device)
     return {
         "bits": bits,
         "packed": bits.new_empty(1, bits.numel() // 8, dtype=torch.uint8),
@@ -79,13 +67,12 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 def send_top_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Send the blocks of largest norm of residual + gradient; the others are the new residual.
 
-    A worker's blocks are its own: others may send others. Of the whole gradient, not per layer, as
-    blocks are larger than many layers. Collective on `wire.comm`.
+    Of the whole gradient, as blocks are larger than many layers. Collective on `wire.comm`.
     """
     grad, residual = context.state.grad, context.state.memory[RESIDUAL]
     residual[: grad.numel()].add_(grad)
     rows = residual.view(-1, context.settings.options.block_size)
-    move_top_blocks_(rows, space["values"], space["positions"])
+    sparse.move_top_blocks_(rows, space["values"], space["positions"])
     sum_sparse_(wire, space, space["sum"])
     grad.copy_(space["sum"].view(-1)[: grad.numel()])
 
@@ -95,35 +82,33 @@ def send_nonzero_(wire: Wire, space: dict[str, Any], context: RunContext) -> Non
     grad, size = context.state.grad, context.settings.options.block_size
     bits, packed = space["bits"], space["packed"]
     row = bits.view(torch.uint8).view(1, -1)
-    find_nonzero_(grad, size, bits)
+    sparse.find_nonzero_(grad, size, bits)
     pack_(row, 1, packed)
     wire.reduce_(packed.view(-1), MPI.BOR, kind="mask")
     unpack_(packed, 1, row)
     chosen = bits.nonzero().squeeze(1)
-    if chosen.numel() == block_count(grad.numel(), size):
+    if chosen.numel() == sparse.block_count(grad.numel(), size):
         # They are together already.
         wire.reduce_(grad)
         return
-    message = take_blocks_(grad, size, chosen, space["blocks"])
+    message = sparse.take_blocks_(grad, size, chosen, space["blocks"])
     wire.reduce_(message)
-    put_blocks_(grad, size, chosen, message)
+    sparse.put_blocks_(grad, size, chosen, message)
 
 
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
     """Return how many of a run's `payload` bytes are numbers of blocks."""
     if settings.options.block_ratio == 1:
         return 0
-    size = state.theta.element_size()
-    pairs = payload - rounds * state.stats.numel() * size
-    return pairs * POSITION_BYTES // (POSITION_BYTES + settings.options.block_size * size)
+    return sparse.position_bytes(payload, settings.options.block_size * state.theta.element_size())
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    blocks = block_count(layout.numel, settings.options.block_size)
+    blocks = sparse.block_count(layout.numel, settings.options.block_size)
     if settings.options.block_ratio == 1:
         how = f"at most, and {-(-blocks // 8):,} B of block bits, {settings.aggregation}"
         return layout.numel * size, how
-    count = share_of(blocks, settings.options.block_ratio)
+    count = sparse.share_of(blocks, settings.options.block_ratio)
     how = f"{count:,} of {blocks:,} blocks of {settings.options.block_size}, {settings.aggregation}"
-    return count * (settings.options.block_size * size + POSITION_BYTES), how
+    return count * (settings.options.block_size * size + sparse.POSITION_BYTES), how

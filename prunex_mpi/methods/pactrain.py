@@ -115,10 +115,7 @@ def on_trial(tracked: dict[str, Tensor], settings: Settings) -> bool:
 
 
 def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Replace this worker's weighted gradient by the sum of the masked ones of all workers.
-
-    Collective on `wire.comm`.
-    """
+    """Set `grad` to the sum of the masked gradients of all workers. Collective on `wire.comm`."""
     state, settings = context.state, context.settings
     tracked, grad = state.memory, state.grad
     trial = on_trial(tracked, settings)
@@ -171,10 +168,7 @@ def send_stable_(
 
 
 def sum_ternary_(wire: Wire, space: dict[str, Any], values: Tensor, flags: Tensor) -> None:
-    """Replace `values` by the sum of all workers' ternary ones, `flags` by their maximum.
-
-    Collective on `wire.comm`.
-    """
+    """Set `values` to their ternary sum, `flags` to their maximum. Collective on `wire.comm`."""
     scales, integers, counts = space["scales"], space["integers"], space["counts"]
     spare = space["fresh"][: values.numel()], space["down"]
     for number, piece in enumerate(values.split(counts)):
@@ -208,10 +202,7 @@ def dense_pieces(state: State, settings: Settings, raised: list[bool]) -> list[T
 
 
 def follow_(wires: Wires, space: dict[str, Any], context: RunContext) -> None:
-    """Track the supports in the gradient of all ranks; settle what is due after this step.
-
-    Collective on `world`.
-    """
+    """Track the supports in the gradient of all; settle what is due. Collective on `world`."""
     state, settings = context.state, context.settings
     if not state.frozen:
         return
@@ -235,10 +226,9 @@ def follow_(wires: Wires, space: dict[str, Any], context: RunContext) -> None:
 def agree_on_stable(
     everyone: Wire, unchanged: np.ndarray, digests: np.ndarray, window: int
 ) -> Tensor:
-    """Return which buckets are stable on every rank: bool [buckets], alike on all of them.
+    """Return which buckets are stable on every rank: bool [buckets]. Collective on `world`.
 
-    Their supports are `unchanged` for a window of steps and their `digests` are the same (both
-    int64). Collective on `world`.
+    Their supports are `unchanged` for a window of steps and their `digests` are the same (int64).
     """
     low = torch.from_numpy(np.stack([unchanged, digests, ~digests]))
     everyone.reduce_(low.view(-1), MPI.MIN, kind="mask")
@@ -273,10 +263,7 @@ def note_trial_(
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
-    """Return the bytes that a worker hands over in a step, and what they are.
-
-    With all buckets stable and supports as large as the mask.
-    """
+    """Return the bytes that a worker hands over in a step once all is stable, and what they are."""
     (ratio,) = settings.keep_ratio
     weights = sum(segment.numel for segment in matrices(layout))
     count = layout.numel - weights + kept_weights(layout, ratio, score_of(settings))

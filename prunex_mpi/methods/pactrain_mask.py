@@ -20,6 +20,7 @@ from prunex_mpi.core.state import RunContext, State, momentum_of
 from prunex_mpi.methods.declared import GRASP_BELOW
 from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.methods.pactrain_support import restart_
+from prunex_mpi.models.dummy_input import keeping
 from prunex_mpi.models.layout import matrices
 from prunex_mpi.pruning.unstructured import (
     add_gradients_,
@@ -43,9 +44,7 @@ def score_of(settings: Settings) -> str:
 def prune_when_due_(wires: Wires, context: RunContext, done: int) -> float:
     """Prune if `done` outer iterations are those of the option; return the mask's drift.
 
-    The option is `--pactrain-prune-iteration`. The mask is decided on world rank 0. What this
-    takes, seconds and bytes, is counted as set-up.
-    Collective on `world`.
+    The mask is decided on world rank 0. Seconds and bytes count as set-up. Collective on `world`.
     """
     state, settings = context.state, context.settings
     if state.frozen or done != settings.options.prune_iteration:
@@ -82,8 +81,7 @@ def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
     """Return H g over the weights, both summed over the batches of all ranks.
 
     Of the loss at logits divided by `GRASP_TEMPERATURE`. As in the authors' code g and H are
-    those of the weights that may be pruned alone. Leaves the model's statistics as they were.
-    Collective on `world`. Raises UserError on every rank.
+    those of the weights that may be pruned alone. Collective on `world`. Raises UserError alike.
     """
     state, problem = context.state, context.problem
     layout, model, temperature = state.layout, problem.model, GRASP_TEMPERATURE
@@ -93,21 +91,19 @@ def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
         return problem.loss(softened(outputs, temperature), labels)
 
     slope, product = torch.zeros_like(state.theta), torch.zeros_like(state.theta)
-    # The passes must leave no trace in the statistics of BatchNorm.
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     model.train()
     passes = (
         (slope, partial(add_gradients_, slope, layout, model, loss, batches)),
         (product, partial(add_hessian_products_, product, slope, layout, model, loss, batches)),
     )
-    for flat, add in passes:
-        run_collectively(everyone.comm, add)
-        everyone.reduce_(flat, kind="setup")
-        for segment in layout.segments:
-            if len(segment.shape) < 2:
-                flat[segment.place].zero_()
-    for buffer, value in kept:
-        buffer.copy_(value)
+    # The passes must leave no trace in the statistics of BatchNorm.
+    with keeping(model.buffers()):
+        for flat, add in passes:
+            run_collectively(everyone.comm, add)
+            everyone.reduce_(flat, kind="setup")
+            for segment in layout.segments:
+                if len(segment.shape) < 2:
+                    flat[segment.place].zero_()
     return product
 
 

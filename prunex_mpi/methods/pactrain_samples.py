@@ -10,7 +10,7 @@ train on, in two halves and the same for any number of ranks as well.
 """
 
 from collections.abc import Sequence
-from functools import singledispatch
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.evaluation import check_readable
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.data.batches import BatchStream, Shard
-from prunex_mpi.data.datasets import class_counts, places_in_draws
-from prunex_mpi.data.text import Windows, WindowStream
+from prunex_mpi.data.batches import Shard
+from prunex_mpi.data.datasets import places_in_draw
+from prunex_mpi.data.text import Windows
 
 # A batch holds at most so many pixels, 512 images of 32x32: second derivatives take memory.
 BATCH_PIXELS = 2**19
@@ -42,36 +42,29 @@ def batches_to_score(everyone: Wire, context: RunContext) -> Batches:
     can't be read.
     """
     problem = context.problem
-    pieces = drawn(problem.train_shard, problem.train, everyone)
+    shard, stream = problem.train_shard, problem.train
+    of_text = isinstance(shard, Windows)
+    pieces = windows_apart(shard, stream.stop) if of_text else halves_of(everyone, shard)
     check_readable(everyone.comm, context)
     mine = pieces[everyone.comm.rank :: everyone.comm.size]
     return [batch for piece in mine for batch in problem.batches(piece, batch_size=len(piece))]
 
 
-@singledispatch
-def drawn(shard: object, stream: object, everyone: Wire) -> Sequence[Windows | Shard]:
-    """Return what is looked at in pieces, each a batch: the same on all ranks.
-
-    Collective on `world`. Raises UserError on every rank.
-    """
-    raise NotImplementedError(type(shard).__name__)
-
-
-@drawn.register
-def _(shard: Windows, stream: WindowStream, everyone: Wire) -> Sequence[Windows]:
-    context = stream.context
-    there = (stream.stop - 1) // context
+def windows_apart(shard: Windows, stop: int) -> list[Windows]:
+    """Return windows at even distances before token `stop`, in pieces, each a batch."""
+    context = shard.context
+    there = (stop - 1) // context
     count = min(WINDOWS, there)
     apart = there // count * context
     starts = range(0, count * apart, apart)
     most = max(1, BATCH_TOKENS // context)
     halves = (starts[: count // 2], starts[count // 2 :])
     parts = [half[i : i + most] for half in halves for i in range(0, len(half), most)]
-    return [Windows(stream.tokens, part, context) for part in parts]
+    return [replace(shard, starts=part) for part in parts]
 
 
-@drawn.register
-def _(shard: Shard, stream: BatchStream, everyone: Wire) -> Sequence[Shard]:
+def halves_of(everyone: Wire, shard: Shard) -> Sequence[Shard]:
+    """Return the same images on all ranks in pieces, each a batch. Collective on `world`."""
     drawn = draw_balanced(everyone, shard, SAMPLES)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
     size = len(drawn.labels)
@@ -95,7 +88,7 @@ def draw_balanced(everyone: Wire, shard: Shard, each: int) -> Shard:
     everyone.reduce_(highest, MPI.MAX, kind="setup")
     classes = int(highest) + 1
     table = torch.zeros(comm.size, classes, dtype=torch.int64)
-    table[comm.rank] = class_counts(shard.labels, classes)
+    table[comm.rank] = torch.bincount(shard.labels, minlength=classes)
     everyone.reduce_(table.view(-1), kind="setup")
     fewest = int(table.sum(0).min())
     if fewest < each:
@@ -103,7 +96,7 @@ def draw_balanced(everyone: Wire, shard: Shard, each: int) -> Shard:
             f"pactrain.score grasp looks at {each} training images of each class, and one has "
             f"{fewest}: give --pactrain-score magnitude, or more images"
         )
-    own, places = places_in_draws(shard.labels, table[: comm.rank].sum(0), each, 1)
+    own, places = places_in_draw(shard.labels, table[: comm.rank].sum(0), each)
     images = torch.zeros(classes * each, *shard.images.shape[1:], dtype=shard.images.dtype)
     images[places] = shard.images[own]
     everyone.reduce_(images.view(-1), MPI.BOR, kind="setup")

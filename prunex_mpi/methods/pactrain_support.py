@@ -70,20 +70,14 @@ def restart_(memory: dict[str, Tensor], pruned: Tensor, theta: Tensor, layout: L
 
 
 def outside_(grad: Tensor, support: Tensor, fresh: Tensor, bucket: int) -> Tensor:
-    """Mark in `fresh` (bool) where `grad` is not zero outside of `support`.
-
-    Returns, per bucket, whether there is any such place: bool on the host.
-    """
+    """Mark in `fresh` where `grad` is not zero outside of `support`; return it per bucket, bool."""
     torch.ne(grad, 0.0, out=fresh)
     torch.gt(fresh, support, out=fresh)
     return torch.stack([piece.any() for piece in fresh.split(bucket)]).cpu()
 
 
 def observe_(grad: Tensor, memory: dict[str, Tensor], fresh: Tensor, bucket: int) -> None:
-    """Count one step with the gradient `grad`; the support of unstable buckets grows by its own.
-
-    `fresh` (bool, as long as `grad`) is overwritten.
-    """
+    """Count a step with `grad`; unstable buckets' supports grow by it. `fresh` is overwritten."""
     grew = outside_(grad, memory[SUPPORT], fresh, bucket)
     memory[UNCHANGED].add_(1).masked_fill_(grew, 0)
     memory[CLOCK].add_(1)

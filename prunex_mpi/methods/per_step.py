@@ -18,6 +18,7 @@ checkpoints and records come at the same places. What a method does is in its fi
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -25,44 +26,30 @@ from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wire, Wires, reduce_between_nodes_
+from prunex_mpi.core import steps
 from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.alike import see_alike_
 from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_local
 from prunex_mpi.core.state import RunContext, agreeing, wires_of
 from prunex_mpi.core.statistics import average_statistics
-from prunex_mpi.core.steps import (
-    add_loss_,
-    averaging,
-    backward,
-    clip_,
-    finish_average_,
-    forward,
-    loss_sums,
-    next_batch,
-    remember_statistics_,
-    share_decay_,
-    step_optimizer_,
-    stops_here,
-)
-from prunex_mpi.methods.exchanges import code_of
+from prunex_mpi.methods.exchanges import allocate, code_of
 from prunex_mpi.models.layout import norm, squared_distances
 from prunex_mpi.settings.fields import Settings
 
 
 def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
-    """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
+    """Train from `position` on; yield records as `hsadmm.outer_iterations`. Collective on `world`.
 
-    As `hsadmm.outer_iterations`. Of `seconds`, `local` is the forward and backward pass and the
-    step, `project` what the method computes, `inter` waiting for gradients and statistics.
-    Collective on `topology.world`. Raises Diverged on every rank.
+    Of `seconds`, `local` is the forward and backward pass and the step, `project` what the method
+    computes, `inter` waiting for gradients and statistics. Raises Diverged on every rank.
     """
     state, settings, position = context.state, context.settings, context.state.position
     flat = settings.aggregation == "flat"
     wires = wires_of(topology, state, context.transport, flat)
     code = code_of(settings.method)
-    space = code.allocate(wires.workers, context)
-    with averaging(wire_during_backward(wires, settings), context) as averager:
+    space = allocate(code, wires.workers, context)
+    with steps.averaging(wire_during_backward(wires, settings), context) as averager:
         for this in rounds(context):
             with phase(context, this, "local"):
                 loss = train_steps(code, wires, averager, space, context)
@@ -80,7 +67,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             if settings.method.removes:
                 with phase(context, this, "project"):
                     if code.reshape_(wires, space, context, done=this.k):
-                        space = code.allocate(wires.workers, context)
+                        space = allocate(code, wires.workers, context)
                         if averager is not None:
                             averager.listen_to(context.problem.model, state.layout, state.grad)
             if distance is None:
@@ -98,10 +85,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 
 
 def wire_during_backward(wires: Wires, settings: Settings) -> Wire | None:
-    """Return over whom gradients are averaged while the backward pass still runs, if over anyone.
-
-    The node's mean, or everyone's at once.
-    """
+    """Return over whom gradients are averaged during the backward pass, if over anyone."""
     if not wires.flat:
         return wires.node
     return wires.workers if settings.method.plain_mean else None
@@ -110,7 +94,7 @@ def wire_during_backward(wires: Wires, settings: Settings) -> Wire | None:
 def prune_(code: ModuleType, wires: Wires, context: RunContext, done: int) -> float | None:
     """Prune after `done` outer iterations, if that is when; return the drift of a mask of weights.
 
-    None where the drift is that of the groups. Collective on `world`, or on `node` and `leader`.
+    Collective on `world`, or on `node` and `leader`.
     """
     return code.prune_(wires, context, done) if hasattr(code, "prune_") else None
 
@@ -129,31 +113,28 @@ def train_steps(
     """
     state, settings, position = context.state, context.settings, context.state.position
     # Lion's is decoupled: its momentum is on the workers, and the optimizer has none.
-    decayed = share_decay_(context, 0.0 if settings.method.own_decay else settings.weight_decay)
-    losses = loss_sums(context)
+    decay = 0.0 if settings.method.own_decay else settings.weight_decay
+    decayed = steps.share_decay_(context, decay)
+    losses = steps.loss_sums(context)
     started = time.perf_counter()
     prune_(code, wires, context, done=position.iteration - 1)
+    start_ = None
+    if hasattr(code, "start_gradient_"):
+        start_ = partial(code.start_gradient_, wires, space, context)
     context.problem.model.train()
     while position.step < context.problem.steps:
-        if stops_here(context, losses, started):
+        if steps.stops_here(context, losses, started):
             return None
         context.heartbeat.beat(position.step)
         stepped = time.perf_counter()
-        batch = next_batch(context)
-        remember_statistics_(state)
-        loss = forward(context, batch[0])
-        if hasattr(code, "start_gradient_"):
-            code.start_gradient_(wires, space, context, loss)
-        else:
-            state.grad.zero_()
-        loss = backward(context, averager, batch, loss)
-        finish_average_(context, averager)
+        loss = steps.forward_backward(context, averager, start_)
+        steps.finish_average_(context, averager)
         with position.clock.computing(state.theta.device):
             average_gradient_(code, wires, space, context)
         state.scaler.unscale_(state.optimizer)
-        clip_(context)
-        step_optimizer_(context, decayed)
-        add_loss_(losses, loss, context)
+        steps.clip_(context)
+        steps.step_optimizer_(context, decayed)
+        steps.add_loss_(losses, loss, context)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)
     return float(losses[0] / losses[1])
@@ -186,8 +167,8 @@ def average_gradient_(
 def average_replicas_(wires: Wires, context: RunContext) -> float:
     """Set z to the mean of theta over all ranks; return how far apart the nodes are.
 
-    That is the root of the mean over ranks of |theta - z|^2, divided by |z|. Counted as evaluation.
-    Collective on `node` and `leader`, then on `world`.
+    That is the root of the mean over ranks of |theta - z|^2, divided by |z|. Collective on `node`
+    and `leader`, then on `world`.
     """
     state = context.state
     state.z.copy_(state.theta).mul_(wires.workers.weight)

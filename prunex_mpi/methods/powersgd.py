@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.compress.low_rank import (
-    multiply_,
-    new_right_factors,
-    orthonormalise_,
-    project_left_,
-    project_right_,
-    split_layout,
-)
+from prunex_mpi.compress import low_rank
 from prunex_mpi.compress.sparse import move_whole_, put_whole_
 from prunex_mpi.core.state import OWN, SHARED, RunContext
 from prunex_mpi.models.layout import Layout
@@ -33,19 +26,15 @@ RESIDUAL, RIGHT_FACTORS = f"{OWN}residual", f"{SHARED}right_factors"
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate what has not been sent yet, and the right factors that a step starts from."""
-    split = split_layout(layout, settings.options.rank)
-    right = new_right_factors(split, settings.seed, theta)
+    split = low_rank.split_layout(layout, settings.options.rank)
+    right = low_rank.new_right_factors(split, settings.seed, theta)
     return {RESIDUAL: torch.zeros_like(theta), RIGHT_FACTORS: right}
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
-    """Say what travels how; return memory for left factors and for tensors that travel whole."""
-    if not wire.is_member:
-        return {}
-    split, theta = (
-        split_layout(context.state.layout, context.settings.options.rank),
-        context.state.theta,
-    )
+    """Return what travels how, and memory for left factors and for tensors that travel whole."""
+    theta = context.state.theta
+    split = low_rank.split_layout(context.state.layout, context.settings.options.rank)
     return {
         "split": split,
         "left_factors": theta.new_empty(split.left_numel),
@@ -63,18 +52,18 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     right = state.memory[RIGHT_FACTORS]
     residual = state.memory[RESIDUAL].add_(state.grad)
     move_whole_(residual, split.whole, whole)
-    project_left_(residual, right, split, left)
+    low_rank.project_left_(residual, right, split, left)
     wire.reduce_(whole)
-    wire.reduce_by_first_(left, lambda: orthonormalise_(left, split))
-    project_right_(residual, left, split, right)
+    wire.reduce_by_first_(left, lambda: low_rank.orthonormalise_(left, split))
+    low_rank.project_right_(residual, left, split, right)
     wire.reduce_(right)
-    multiply_(state.grad, left, right, split)
+    low_rank.multiply_(state.grad, left, right, split)
     put_whole_(state.grad, split.whole, whole)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    split = split_layout(layout, settings.options.rank)
+    split = low_rank.split_layout(layout, settings.options.rank)
     how = (
         f"{len(split.matrices)} matrices as factors of rank {split.rank}, "
         f"{split.whole_numel:,} elements whole, {settings.aggregation}"

@@ -15,14 +15,7 @@ from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.removal import remove_
 from prunex_mpi.core.state import SHARED, RunContext
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.lasso import (
-    build_lasso,
-    coefficient_for,
-    emptied,
-    group_norms,
-    one_group_per_layer,
-    write_subgradient_,
-)
+from prunex_mpi.pruning import lasso
 from prunex_mpi.settings.fields import Settings
 
 OPERATIONS = (
@@ -42,9 +35,9 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Prepare the penalty of the network as it is now."""
     state = context.state
     coupling = state.groups.coupling.left(state.mask)
-    channels = build_lasso(state.layout, coupling, state.theta.device)
+    channels = lasso.build_lasso(state.layout, coupling, state.theta.device)
     # A channel's outputs and inputs are groups of their own in each layer.
-    return {"channels": channels, "lasso": one_group_per_layer(channels)}
+    return {"channels": channels, "lasso": lasso.one_group_per_layer(channels)}
 
 
 def start_gradient_(wires: Wires, space: dict[str, Any], context: RunContext, loss: Tensor) -> None:
@@ -53,24 +46,23 @@ def start_gradient_(wires: Wires, space: dict[str, Any], context: RunContext, lo
     The first step of a run fixes the coefficient by the `loss` of world rank 0's first batch.
     Collective on `world` in that step.
     """
-    state, lasso = context.state, space["lasso"]
+    state, penalty = context.state, space["lasso"]
     coefficient, position = state.memory[COEFFICIENT], state.position
     with position.clock.computing(state.theta.device):
-        norms = group_norms(state.theta, lasso, state.scratch)
+        norms = lasso.group_norms(state.theta, penalty, state.scratch)
         if (position.iteration, position.step) == (1, 0):
             ratio = context.settings.options.lasso_ratio
-            coefficient.copy_(coefficient_for(ratio, loss.detach(), norms))
+            coefficient.copy_(lasso.coefficient_for(ratio, loss.detach(), norms))
             wires.everyone.broadcast_(coefficient)
-        write_subgradient_(state.theta, lasso, norms, state.scaler.scale(coefficient), state.grad)
+        scaled = state.scaler.scale(coefficient)
+        lasso.write_subgradient_(state.theta, penalty, norms, scaled, state.grad)
 
 
 def reshape_(wires: Wires, space: dict[str, Any], context: RunContext, done: int) -> bool:
     """Take the groups that the lasso has emptied out of the network; return whether there were any.
 
-    When `done` outer iterations are a multiple of --prunetrain-reconfigure-every.
-
-    Afterwards `state` and the model have other parameters, and what was built on the old ones (the
-    space, an averager) is of no use any more. Collective on `world`.
+    What was built on the old parameters (the space, an averager) is then of no use any more.
+    Collective on `world`.
     """
     state, settings = context.state, context.settings
     if done % settings.options.reconfigure_every:
@@ -78,7 +70,7 @@ def reshape_(wires: Wires, space: dict[str, Any], context: RunContext, done: int
     removed = np.zeros(state.mask.size, dtype=bool)
     if wires.everyone.comm.rank == 0:
         threshold = settings.options.threshold
-        removed = emptied(state.theta, space["channels"], state.groups, state.mask, threshold)
+        removed = lasso.emptied(state.theta, space["channels"], state.groups, state.mask, threshold)
     removed = wires.everyone.broadcast_bits(removed, kind="mask")
     if not removed.any():
         return False

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.compress.sparse import POSITION_BYTES, check_positions, move_top_, share_of
+from prunex_mpi.compress import sparse
 from prunex_mpi.core.state import OWN, RunContext, State
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -33,17 +33,12 @@ RESIDUAL = f"{OWN}residual"
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate what has not been sent yet."""
-    check_positions(layout)
+    sparse.check_positions(layout)
     return {RESIDUAL: torch.zeros_like(theta)}
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
-    """Return memory for the blocks, for one message out and in, and for what comes of all blocks.
-
-    The last blocks are filled up with zeros.
-    """
-    if not wire.is_member:
-        return {}
+    """Return memory for the blocks, filled up with zeros, and for the messages of all."""
     theta, workers = context.state.theta, wire.comm.size
     size, count = sizes_of(context.settings, theta.numel(), workers)
     blocks = theta.new_zeros(workers, size)
@@ -67,14 +62,11 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
 def sizes_of(settings: Settings, numel: int, workers: int) -> tuple[int, int]:
     """Return the elements of a block, and how many of them travel."""
     size = -(-numel // workers)
-    return size, share_of(size, settings.options.ratio)
+    return size, sparse.share_of(size, settings.options.ratio)
 
 
 def rounds(workers: int, rank: int) -> list[range]:
-    """Return the blocks, counted on beyond the last, that a worker sends in each round.
-
-    They go to the worker of the number of the first of them.
-    """
+    """Return the blocks, counted around, that go to the worker of the first in each round."""
     distances = [1 << bit for bit in reversed(range((workers - 1).bit_length()))]
     return [range(rank + d, rank + min(2 * d, workers)) for d in distances]
 
@@ -101,7 +93,7 @@ def reduce_blocks_(wire: Wire, space: dict[str, Any]) -> None:
         for number, values, positions in zip(
             leaving, space["values"], space["positions"], strict=False
         ):
-            move_top_(blocks[number % comm.size], values, positions)
+            sparse.move_top_(blocks[number % comm.size], values, positions)
         to, source = leaving.start % comm.size, (comm.rank - distance) % comm.size
         for kind in ("values", "positions"):
             mine, came = space[kind][:many], space[f"came_{kind}"][:many]
@@ -112,26 +104,21 @@ def reduce_blocks_(wire: Wire, space: dict[str, Any]) -> None:
 
 
 def gather_blocks_(wire: Wire, space: dict[str, Any]) -> None:
-    """Hand the largest of this worker's block to all; `places` are those of all in the vector.
-
-    By Bruck's algorithm or another, as MPI chooses: all send as much. Collective on `wire.comm`.
-    """
+    """Hand the largest of this block to all; `places` are those of all. Collective on `comm`."""
     values, positions = space["values"][0], space["positions"][0]
-    move_top_(space["blocks"][wire.comm.rank], values, positions)
+    sparse.move_top_(space["blocks"][wire.comm.rank], values, positions)
     wire.gather_(values, space["all_values"])
     wire.gather_(positions, space["all_positions"])
     torch.add(space["all_positions"], space["starts"], out=space["places"])
 
 
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
-    """Return how many of a run's `payload` bytes are positions; statistics have none."""
-    size = state.theta.element_size()
-    pairs = payload - rounds * state.stats.numel() * size
-    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
+    """Return how many of a run's `payload` bytes are positions."""
+    return sparse.position_bytes(payload, state.theta.element_size())
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
     _, count = sizes_of(settings, layout.numel, workers)
     how = f"{count:,} values and positions of each of {workers} blocks, {settings.aggregation}"
-    return workers * count * (size + POSITION_BYTES), how
+    return workers * count * (size + sparse.POSITION_BYTES), how

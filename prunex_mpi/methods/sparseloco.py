@@ -67,8 +67,7 @@ def allocate(nodes: int, context: RunContext) -> Space:
 def exchange_(wires: Wires, space: Space, context: RunContext) -> None:
     """Move z, and the statistics, by what all leaders send; z_i must be the node's mean.
 
-    The leaders gather all messages (Allgather) and hand them to their nodes as they are: every rank
-    decodes the same bytes in the same order, so all hold the same bits. Collective on
+    Every rank decodes the same bytes in the same order, so all hold the same bits. Collective on
     `workers.comm`, where it speaks, then on `node.comm`.
     """
     state, settings = context.state, context.settings
@@ -80,7 +79,7 @@ def exchange_(wires: Wires, space: Space, context: RunContext) -> None:
     wires.node.broadcast_(everyone.view(-1))
     for message in everyone:
         add_decoded_(message, chunks, state.z, -settings.options.outer_lr)
-        total.add_(_statistics_in(message, chunks))
+        total.add_(message[chunks.extra : chunks.positions].view(STATISTICS))
     batchnorm.as_plain_(modules, total, known)
     batchnorm.write_plain(modules, total)
     state.stats.copy_(total)
@@ -102,10 +101,6 @@ def _fill(weight: float, space: Space, context: RunContext) -> Tensor:
     gap = torch.sub(state.stats, known).mul_(weight).to(STATISTICS)
     message[chunks.extra : chunks.positions].copy_(gap.view(torch.uint8))
     return message
-
-
-def _statistics_in(message: Tensor, chunks: Chunks) -> Tensor:
-    return message[chunks.extra : chunks.positions].view(STATISTICS)
 
 
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:

@@ -39,15 +39,8 @@ def bits_down(workers: int) -> int:
     return next(bits for bits in (4, 8, 16) if 2 * workers < 1 << bits)
 
 
-def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Return what a step hands to the next: nothing."""
-    return {}
-
-
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for whole numbers, scales and random numbers."""
-    if not wire.is_member:
-        return {}
     state = context.state
     return {
         **allocate_counts(wire, state.theta, UP, bits_down(wire.comm.size)),
@@ -76,7 +69,7 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 def find_scales_(pieces: list[Tensor], sigmas: float, scales: Tensor) -> None:
     """Set `scales` [tensors] to so many standard deviations of each, or its largest magnitude.
 
-    The smaller of both; the second where all elements are the same, or where `sigmas` is 0.
+    The smaller of both that is not 0.
     """
     for number, piece in enumerate(pieces):
         scales[number] = torch.linalg.vector_norm(piece, torch.inf)

@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.compress.sparse import (
-    POSITION_BYTES,
-    check_positions,
-    kept_per_layer,
-    select_top_,
-)
+from prunex_mpi.compress import sparse
 from prunex_mpi.core.state import OWN, RunContext, State
 from prunex_mpi.core.sums import allocate_equal, sum_sparse_
 from prunex_mpi.models.layout import Layout
@@ -26,42 +21,37 @@ RESIDUAL = f"{OWN}residual"
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate what has not been sent yet."""
-    check_positions(layout)
+    sparse.check_positions(layout)
     return {RESIDUAL: torch.zeros_like(theta)}
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for one worker's values and positions, and for a bucket of those of all."""
-    if not wire.is_member:
-        return {}
-    count = sum(kept_per_layer(context.state.layout.segments, context.settings.options.ratio))
-    values = context.state.theta.new_empty(count)
-    positions = torch.empty(count, dtype=torch.int32, device=values.device)
-    return allocate_equal(wire, values, positions)
+    state = context.state
+    counts = sparse.kept_per_layer(state.layout.segments, context.settings.options.ratio)
+    values = state.theta.new_empty(sum(counts))
+    return allocate_equal(wire, values, torch.empty_like(values, dtype=torch.int32))
 
 
 def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Send the elements of largest magnitude of residual + gradient; the rest is the new residual.
 
-    Top-k sparsification with error feedback (Stich et al. 2018), per layer. Collective on
-    `wire.comm`.
+    Per layer (Stich et al. 2018). Collective on `wire.comm`.
     """
     state = context.state
     residual = state.memory[RESIDUAL].add_(state.grad)
-    counts = kept_per_layer(state.layout.segments, context.settings.options.ratio)
-    select_top_(residual, state.layout, counts, space["values"], space["positions"])
+    counts = sparse.kept_per_layer(state.layout.segments, context.settings.options.ratio)
+    sparse.select_top_(residual, state.layout, counts, space["values"], space["positions"])
     sum_sparse_(wire, space, state.grad)
 
 
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
-    """Return how many of a run's `payload` bytes are positions; statistics have none."""
-    size = state.theta.element_size()
-    pairs = payload - rounds * state.stats.numel() * size
-    return pairs * POSITION_BYTES // (POSITION_BYTES + size)
+    """Return how many of a run's `payload` bytes are positions."""
+    return sparse.position_bytes(payload, state.theta.element_size())
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    count = sum(kept_per_layer(layout.segments, settings.options.ratio))
+    count = sum(sparse.kept_per_layer(layout.segments, settings.options.ratio))
     how = f"{count:,} values and positions, {settings.aggregation}"
-    return count * (size + POSITION_BYTES), how
+    return count * (size + sparse.POSITION_BYTES), how

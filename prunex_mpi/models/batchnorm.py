@@ -45,10 +45,7 @@ def read_(modules: list[_BatchNorm], flat: Tensor, reference: Tensor) -> None:
 
 
 def reset_(modules: list[_BatchNorm], flat: Tensor) -> None:
-    """Fill `flat` [numel] with mean 0 and variance 1, the statistics of a removed channel.
-
-    If it came back, a variance of 0 would blow it up.
-    """
+    """Fill `flat` [numel] with mean 0 and variance 1, the statistics of a removed channel."""
     for _, mean, variance in _parts(modules, flat):
         mean.zero_()
         variance.fill_(1)
@@ -87,11 +84,10 @@ def are_fresh(modules: list[_BatchNorm]) -> bool:
 
 @contextmanager
 def warmed_up(modules: list[_BatchNorm], update: int) -> Iterator[bool]:
-    """Let running averages that begin fresh be right in `update` (from 1) and before it.
+    """Let running averages that begin fresh be the plain mean of all batches in early updates.
 
-    For the time of the block the momentum is max(momentum, 1 / update): the plain mean of all
-    batches so far, until that would forget more slowly than the module does. Says whether any
-    momentum differs. Modules of momentum None are such means for ever, those of 0 never move.
+    For the time of the block, `update` (from 1), the momentum is max(momentum, 1 / update). Says
+    whether any differs. Modules of momentum None are such means for ever, those of 0 never move.
     """
     early = [(m, m.momentum) for m in modules if m.momentum and m.momentum * update < 1]
     for m, _ in early:
@@ -110,10 +106,7 @@ def read_plain_(modules: list[_BatchNorm], flat: Tensor) -> None:
 
 
 def mend_(modules: list[_BatchNorm], last: Tensor) -> None:
-    """Replace running statistics that are not finite by those in `last` [numel], of `read_plain_`.
-
-    Does not synchronise with the device.
-    """
+    """Replace running statistics that are not finite by those in `last`, of `read_plain_`."""
     for m, *before in _parts(modules, last):
         for buffer, value in zip((m.running_mean, m.running_var), before, strict=True):
             torch.where(torch.isfinite(buffer), buffer, value, out=buffer)
@@ -129,14 +122,10 @@ def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
 def find_single_valued(model: nn.Module, inputs: Inputs) -> str:
     """Return the name of a BatchNorm that sees one value per channel of one image, "" for none.
 
-    Such a module can't train on batches of one image. Those that stay in evaluation mode when the
-    model trains can. Runs a dummy image; modes and statistics are restored.
+    Such a module can't train on batches of one image.
     """
-    modes = [(m, m.training) for m in model.modules()]
-    model.train()
-    moving = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
-    for m, training in modes:
-        m.training = training
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    moving = _moving(model, [m for _, m in named])
     found: list[str] = []
 
     def note(name: str, _: nn.Module, args: tuple) -> None:
@@ -144,36 +133,40 @@ def find_single_valued(model: nn.Module, inputs: Inputs) -> str:
             found.append(name)
 
     with ExitStack() as hooks, evaluating(model):
-        for name, m in moving:
-            hooks.enter_context(m.register_forward_pre_hook(partial(note, name)))
+        for name, m in named:
+            if m in moving:
+                hooks.enter_context(m.register_forward_pre_hook(partial(note, name)))
         model(dummy_input(model, inputs))
     return found[0] if found else ""
 
 
-@torch.no_grad()
+def _moving(model: nn.Module, modules: list[_BatchNorm]) -> list[_BatchNorm]:
+    """Return those of `modules` that `model.train()` trains; a user may have frozen others."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.train()
+    moving = [m for m in modules if m.training]
+    for m, training in modes:
+        m.training = training
+    return moving
+
+
 def estimate(model: nn.Module, modules: list[_BatchNorm], batches: Iterable[Tensor]) -> None:
     """Replace the running statistics by their plain average over `batches` of images.
 
-    Only BatchNorm modules run in training mode, so that dropout stays off. Modules that stay in
-    evaluation mode when the model trains keep their statistics, and so do those that no image
-    reaches.
+    Only BatchNorm modules run in training mode, so that dropout stays off. Those that are frozen,
+    or that no image reaches, keep theirs.
     """
-    modes = [(m, m.training) for m in model.modules()]
-    # Modules that a user has frozen are those that train() leaves in evaluation mode.
-    model.train()
-    moving = [m for m in modules if m.training]
+    moving = _moving(model, modules)
     before = [(m.momentum, [b.clone() for b in m.buffers()]) for m in moving]
-    model.eval()
-    for m in moving:
-        m.reset_running_stats()
-        m.momentum = None
-        m.training = True
-    for images in batches:
-        model(images)
+    with evaluating(model):
+        for m in moving:
+            m.reset_running_stats()
+            m.momentum = None
+            m.training = True
+        for images in batches:
+            model(images)
     for m, (momentum, buffers) in zip(moving, before, strict=True):
         m.momentum = momentum
         if not m.num_batches_tracked:
             for buffer, value in zip(m.buffers(), buffers, strict=True):
                 buffer.copy_(value)
-    for m, training in modes:
-        m.training = training

@@ -19,16 +19,13 @@ STEMS = ("auto", "cifar", "imagenet")
 
 
 def build_model(name: str, inputs: Inputs, stem: str = "auto") -> nn.Module:
-    """Build the network `name` with fresh weights, float32 on the CPU.
+    """Build the network `name` with fresh weights, float32 on the CPU; try whether it fits.
 
     `name` is a ResNet of the CIFAR family, a torchvision classifier, a transformer for text as in
     `gpt`, or `package.module:factory`, called with the first of `inputs.sizes()` and the others
-    that its signature takes, by keyword: num_classes and image_size, or vocab_size and context.
-    That the model fits `inputs` is tried once on a dummy input, in evaluation mode. The weights are
-    drawn from torch's global generator, which the caller seeds.
-
-    Raises UserError (USAGE) for an unknown name, a stem the model does not have, a factory that
-    cannot be imported or called, and a model that does not fit.
+    that its signature takes, by keyword: num_classes and image_size, or vocab_size and context. The
+    weights are drawn from torch's global generator. Raises UserError (USAGE) for an unknown name, a
+    stem the model does not have, a factory that fails, and a model that does not fit.
     """
     description = describe(name, inputs, stem)
     try:
@@ -58,16 +55,10 @@ def model_names() -> list[str]:
     )
 
 
-def names_for(inputs: Inputs) -> list[str]:
-    """Return a few names of models that fit `inputs`."""
-    return list(GPT_SIZES) if isinstance(inputs, Tokens) else [*OF_OUR_OWN[:3], SMALL_VIT]
-
-
 def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
-    """Return the description of a network for `standalone.build`, with its stem.
+    """Return the description of a network for `standalone.build`; raise as `build_model` does.
 
-    A factory is imported here, not called. Raises UserError (USAGE) for an unknown name, a stem the
-    model does not have and a factory that can't be imported.
+    A factory is imported here, not called.
     """
     if stem not in STEMS:
         raise UserError(f"unknown stem {stem!r}: choose from {', '.join(STEMS)}", USAGE)
@@ -81,9 +72,10 @@ def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
             USAGE,
         )
     elif not isinstance(inputs, Images if gpt_shape(name) is None else Tokens):
+        some = GPT_SIZES if isinstance(inputs, Tokens) else (*OF_OUR_OWN[:3], SMALL_VIT)
         raise UserError(
-            f"model {name} does not fit {inputs.text()}: choose one of "
-            f"{', '.join(names_for(inputs))}, or package.module:factory",
+            f"model {name} does not fit {inputs.text()}: choose one of {', '.join(some)}, or "
+            "package.module:factory",
             USAGE,
         )
     if _is_torchvision_resnet(name):

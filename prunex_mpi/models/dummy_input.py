@@ -1,6 +1,6 @@
 """Run a network on a dummy input: try it, take its fingerprint, find its first and last layers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,10 +15,7 @@ from prunex_mpi.models.slim import CONVOLUTIONS
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Put `model` into evaluation mode, without gradients; restore the mode of every module.
-
-    Some may be frozen while others train, and what runs may raise.
-    """
+    """Put `model` into evaluation mode, without gradients; restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         # Its value is not used here or elsewhere: train() of a user's module may return nothing.
@@ -30,11 +27,19 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
             module.training = training
 
 
-def dummy_input(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return one image or window of zeros, of the dtype and device of `model`.
+@contextmanager
+def keeping(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """Give `buffers` the values of before when the block ends."""
+    kept = [(buffer, buffer.clone()) for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, values in kept:
+            buffer.copy_(values)
 
-    In evaluation mode it leaves statistics and the random state untouched.
-    """
+
+def dummy_input(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return one image or window of zeros, of the dtype and device of `model`."""
     parameter = next(model.parameters(), torch.empty(0))
     return inputs.zeros(parameter)
 
@@ -74,8 +79,7 @@ def transient_buffers(model: nn.Module) -> list[str]:
 def moved_in_training(model: nn.Module, inputs: Inputs) -> str:
     """Return a transient buffer that a forward pass in training changes, "" for none.
 
-    What an evaluation fills, as a cache, doesn't count. Runs a copy of `model`, on the CPU, whose
-    random state is restored.
+    What an evaluation fills, as a cache, doesn't count.
     """
     names = transient_buffers(model)
     if not names:
@@ -107,8 +111,8 @@ class Ends:
 def find_ends(model: nn.Module, inputs: Inputs) -> Ends:
     """Return the weights that read the image and the one that makes the classes, by a dummy input.
 
-    The convolution that runs first reads the image, in whatever form, and so do others that get it
-    unchanged. The last layer with as many outputs as the model makes the classes, "" for none.
+    The convolution that runs first reads the image, and so do others that get it unchanged. The
+    last layer with as many outputs as the model makes the classes, "" for none.
     """
     image = dummy_input(model, inputs)
     ran: list[tuple[str, nn.Module, bool]] = []

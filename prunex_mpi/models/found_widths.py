@@ -25,8 +25,7 @@ def fresh(folder: str | Path, **sizes: int) -> nn.Module:
 
     They are drawn from torch's global generator for the network of full size and cut; weights are
     divided by the root of the share of inputs kept, so that sums have the same variance. Raises
-    UserError (USAGE) for a folder without a plan, a plan of other `sizes` of inputs, or
-    parameters of other names than in the network of full size.
+    UserError (USAGE) for a folder without a plan of these `sizes` of inputs.
     """
     path = Path(folder) / PLAN
     try:

@@ -8,6 +8,7 @@ packing.
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -96,12 +97,10 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def build_layout(model: nn.Module) -> Layout:
     """Return the layout of all trainable parameters of `model`.
 
-    Raises UserError when there is no trainable parameter, when their dtypes differ or are none that
-    MPI can add up, and when a parameter shares memory with another tensor of the model.
+    Raises UserError where there is none, where MPI can't add up their dtype, or several, and where
+    one shares memory with another tensor of the model.
     """
     _refuse_shared_memory(model)
-    segments = []
-    offset = 0
     parameters = trained_parameters(model)
     dtypes = {p.dtype for p in parameters.values()}
     if len(dtypes) != 1 or not dtypes <= set(PARAMETER_DTYPES):
@@ -111,22 +110,20 @@ def build_layout(model: nn.Module) -> Layout:
         )
     # Tensors that are not trained are broadcast at the start.
     others = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    odd = {t.dtype for t in others} - set(PARAMETER_DTYPES)
-    if odd:
+    if odd := {t.dtype for t in others} - set(PARAMETER_DTYPES):
         raise UserError(
             f"the model holds {', '.join(sorted(map(str, odd)))}; make it float32 and use --amp"
         )
-    for name, parameter in parameters.items():
-        segments.append(Segment(name, tuple(parameter.shape), offset, parameter.numel()))
-        offset += parameter.numel()
-    return Layout(tuple(segments), offset)
+    *offsets, numel = accumulate((p.numel() for p in parameters.values()), initial=0)
+    segments = (
+        Segment(name, tuple(p.shape), offset, p.numel())
+        for offset, (name, p) in zip(offsets, parameters.items(), strict=True)
+    )
+    return Layout(tuple(segments), numel)
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Raise UserError if a trained parameter overlaps with another tensor of the model or itself.
-
-    `flatten_` moves it elsewhere, and so would separate them.
-    """
+    """Raise UserError if `flatten_` would part a parameter from what shares its memory."""
     trained = trained_parameters(model).keys()
     spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -164,10 +161,9 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def flatten_(model: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Move parameters and gradients of `model` into two flat vectors, as views of them.
+    """Move parameters and gradients of `model` into two flat vectors, (theta, grad), as views.
 
-    Returns (theta, grad): 1-D tensors of `layout.numel` elements with the parameters' dtype and
-    device. `theta.grad` is `grad`, so an optimizer over `[theta]` updates the model in one pass.
+    `theta.grad` is `grad`, so an optimizer over `[theta]` updates the model in one pass.
     """
     parameters = list(trained_parameters(model).values())
     theta = torch.cat([p.detach().reshape(-1) for p in parameters])
@@ -199,8 +195,7 @@ def fill_(flat: Tensor, layout: Layout, values: np.ndarray) -> Tensor:
 def bits_digest(flat: Tensor, spare: Tensor) -> int:
     """Return 64 bits that differ when `flat` differs in any bit; `spare`, as long, is overwritten.
 
-    Words and their squares are summed modulo 2^64: rounding differences of either sign may cancel
-    in one of the sums, but hardly in both.
+    Words and their squares are summed modulo 2^64.
     """
     words, squares = (t[: t.numel() // 2 * 2].view(torch.int64) for t in (flat, spare))
     if flat.device.type == "cpu":

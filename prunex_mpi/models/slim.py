@@ -131,8 +131,7 @@ class SlimRMSNorm(nn.Module):
 def as_rms_norm(module: nn.Module) -> SlimRMSNorm | None:
     """Return a SlimRMSNorm of full width with the weight of `module`, None where it does otherwise.
 
-    It is recognised by trial: torch's own as well as one written by hand, which has one vector
-    named weight and keeps epsilon as an attribute.
+    It is recognised by trial: torch's own as well as one written by hand.
     """
     if isinstance(module, SlimRMSNorm):
         return module
@@ -201,16 +200,18 @@ class SlimAttention(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
 
     @classmethod
-    def of(
+    def fitting(
         cls,
         module: "nn.MultiheadAttention | SlimAttention",
         num_heads: int,
         embed_dim: int | None = None,
-    ) -> "SlimAttention":
-        """Return one with fresh weights and `num_heads` heads of the size of those of `module`.
+    ) -> "nn.MultiheadAttention | SlimAttention":
+        """Return `module`, or one with fresh weights unless it has as many heads and channels.
 
         Raises ValueError for variants of attention that it does not implement.
         """
+        if (num_heads, embed_dim or module.embed_dim) == (module.num_heads, module.embed_dim):
+            return module
         if isinstance(module, nn.MultiheadAttention) and (
             module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn
         ):
@@ -271,15 +272,6 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
     return like.new_zeros(mask.shape).masked_fill(mask, float("-inf"))
-
-
-def slim_attention(
-    module: nn.MultiheadAttention | SlimAttention, num_heads: int, embed_dim: int | None = None
-) -> nn.MultiheadAttention | SlimAttention:
-    """Return the attention `module`, or one with the given heads and width if they differ."""
-    if (num_heads, embed_dim or module.embed_dim) == (module.num_heads, module.embed_dim):
-        return module
-    return SlimAttention.of(module, num_heads, embed_dim)
 
 
 ATTENTIONS = (nn.MultiheadAttention, SlimAttention)
@@ -396,10 +388,7 @@ def call_corrected(
 
 
 class Filled:
-    """A torch function that gets zeros in the place of channels that are gone.
-
-    What it returns is without them again.
-    """
+    """A torch function that gets zeros for channels that are gone, and returns none for them."""
 
     def __init__(self, func: Callable, given: dict[str, Any]) -> None:
         self.func, self.given, self.__name__ = func, given, func.__name__

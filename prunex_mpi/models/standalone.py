@@ -32,10 +32,10 @@ from prunex_mpi.models.slim import (
     CALLS,
     CONVOLUTIONS,
     RMS_FEATURES,
+    SlimAttention,
     SlimLayerNorm,
     SlimRMSNorm,
     correct_calls_,
-    slim_attention,
 )
 
 # Sizes of modules and shapes of their parameters: {module: {attribute: number or shape}}. Under
@@ -94,10 +94,6 @@ def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def _is_lazy(model: nn.Module) -> bool:
-    return any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers()))
-
-
 def _taken(factory: Callable[..., Any], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return which of `sizes` a factory of models gets: the first, and the others that it takes."""
     try:
@@ -114,16 +110,17 @@ def _taken(factory: Callable[..., Any], sizes: Mapping[str, int]) -> dict[str, i
 def build(description: Mapping[str, Any]) -> nn.Module:
     """Return a network of full size with fresh weights, on the CPU, in training mode.
 
-    Lazy modules are initialised by a dummy input. `description` holds name, the sizes of inputs and
-    stem ("cifar", "imagenet", or "" for networks that have only one). Raises ValueError for a
-    name or sizes that it can't be.
+    `description` holds name, the sizes of inputs and stem ("cifar", "imagenet", or "" for networks
+    that have only one). Raises ValueError for a name or sizes that it can't be.
     """
     name, inputs = description["name"], inputs_from(description)
     if ":" in name:
         module, _, factory = name.partition(":")
         make = getattr(importlib.import_module(module), factory)
         model = make(**_taken(make, inputs.sizes()))
-        if isinstance(model, nn.Module) and _is_lazy(model):
+        if isinstance(model, nn.Module) and any(
+            nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())
+        ):
             training = model.training
             model.eval()
             with torch.no_grad():
@@ -140,15 +137,8 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     if name == SMALL_VIT:
         if (side // 4) ** 2 > MOST_PATCHES:
             raise ValueError(f"{side} pixels are too many for {name}")
-        return torchvision.models.VisionTransformer(
-            image_size=side,
-            patch_size=4,
-            num_layers=6,
-            num_heads=3,
-            hidden_dim=192,
-            mlp_dim=768,
-            num_classes=classes,
-        )
+        shape = {"num_layers": 6, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
+        return torchvision.models.VisionTransformer(side, 4, **shape, num_classes=classes)
     # Others, of detection or segmentation, would download weights.
     if name not in torchvision.models.list_models(module=torchvision.models):
         raise ValueError(f"{name} is not a classifier of torchvision")
@@ -265,11 +255,10 @@ class SmallVgg(nn.Module):
 def resize_(model: nn.Module, sizes: Sizes, grows: bool = False) -> None:
     """Resize the modules named in `sizes`; tensors of another shape lose their values.
 
-    Convolutions have in_channels, out_channels and groups, linear layers in_features and
-    out_features, BatchNorm, InstanceNorm and LayerNorm num_features, GroupNorm num_groups and
-    num_channels, attention num_heads and embed_dim, embeddings embedding_dim. What several modules
-    share they go on to share. Other modules have their own numbers and shapes of parameters.
-    Raises ValueError where a module lacks what is stated, or would become larger unless it `grows`.
+    Convolutions have in_channels, out_channels and groups, norms num_features, GroupNorm num_groups
+    and num_channels, attention num_heads and embed_dim, others torch's names too. What several
+    modules share they go on to share. Raises ValueError where a module lacks what is stated, or
+    would become larger unless it `grows`.
     """
     shared = _shared_parameters(model)
     for name, stated in sizes.items():
@@ -279,7 +268,7 @@ def resize_(model: nn.Module, sizes: Sizes, grows: bool = False) -> None:
             if not isinstance(shape, int) and key != CALLS:
                 _reallocate_(module, key, tuple(shape), grows)
         if isinstance(module, ATTENTIONS):
-            module_of_fewer = slim_attention(module, **wanted)
+            module_of_fewer = SlimAttention.fitting(module, **wanted)
         elif isinstance(module, nn.LayerNorm | nn.GroupNorm | SlimLayerNorm) and (
             "num_features" in wanted
         ):

@@ -39,10 +39,7 @@ Moments = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def digest_of(path: Path, going: Callable[[], None] = lambda: None) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits; raise UserError (UNREADABLE).
-
-    `going` is called for each chunk that is read.
-    """
+    """Return the SHA-256 of a file in hexadecimal digits; raise UserError (UNREADABLE)."""
     digest = hashlib.sha256()
     try:
         with open_regular(path) as file:
@@ -90,10 +87,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
     """Return the state dict in the contents of a file, without prefixes of wrapping modules."""
-    inner = next((key for key in WRAPPERS if _holds(found, key)), None)
-    while inner is not None:
+    while (inner := next((key for key in WRAPPERS if _holds(found, key)), None)) is not None:
         found = found[inner]
-        inner = next((key for key in WRAPPERS if _holds(found, key)), None)
     tensors = {}
     if isinstance(found, Mapping):
         tensors = {key: value for key, value in found.items() if isinstance(value, Tensor)}
@@ -168,8 +163,7 @@ def fit_(
     """Load trained weights and BatchNorm statistics into `model`; return what was left out, or "".
 
     The layer that makes the classes keeps its fresh weights where the file has another number of
-    classes, or if the classes are `others`. Raises UserError (UNREADABLE) with the first few names
-    where anything else differs.
+    classes, or if the classes are `others`. Raises UserError (UNREADABLE) where more differs.
     """
     mine = model.state_dict()
     for prefix in PREFIXES:

@@ -27,15 +27,7 @@ from prunex_mpi.models.slim import (
 )
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
-from prunex_mpi.pruning.labels import (
-    NUMBER,
-    PINNED,
-    Labels,
-    Site,
-    by_position,
-    mixes,
-    tensors_in,
-)
+from prunex_mpi.pruning.labels import NUMBER, PINNED, Labels, Site, by_position, mixes, tensors_in
 
 # --------------------------------------------------------------------------------------------------
 # Where a forward pass is
@@ -148,15 +140,7 @@ RESHAPING_WEIGHTS = {"view", "reshape", "flatten", "view_as", "reshape_as"}
 MORE_ZERO_PRESERVING = {"zeros_like", "zero_", "type_as"}
 MORE_ELEMENTWISE = {"clamp", "clamp_", "masked_fill", "masked_fill_", "ones_like", "full_like"}
 MORE_SHAPING = {
-    "roll",
-    "flip",
-    "mT",
-    "T",
-    "repeat",
-    "repeat_interleave",
-    "tile",
-    "moveaxis",
-    "swapdims",
+    *("roll", "flip", "mT", "T", "repeat", "repeat_interleave", "tile", "moveaxis", "swapdims"),
     *TEMPLATES,
 }
 # F.unfold has the same name.
@@ -254,7 +238,7 @@ class Trace(TorchFunctionMode):
             label_layers.meet(labels, result, name in PRODUCTS, *args)
         elif name in ZERO_PRESERVING or (name in SCALINGS and isinstance(args[1], int | float)):
             labels.label(result, *labels.of(args[0]))
-        elif name in ELEMENTWISE:
+        elif name in ELEMENTWISE or (not labels.plain and name in MORE_ELEMENTWISE):
             labels.label(result, labels.of(args[0])[0], zero=False)
         elif name in POOLING and isinstance(result, Tensor):
             label_layers.pool(labels, result, args[0])
@@ -272,8 +256,6 @@ class Trace(TorchFunctionMode):
             label_layers.normalise_length(labels, result, *args, **kwargs)
         elif name in MORE_ZERO_PRESERVING or (name in POWERS and _is_positive(args[1])):
             labels.label(result, *labels.of(args[0]))
-        elif name in MORE_ELEMENTWISE:
-            labels.label(result, labels.of(args[0])[0], zero=False)
         elif name in NEW:
             labels.label_pinned([result])
         else:
@@ -291,7 +273,7 @@ def follow_input(model: nn.Module, inputs: Inputs, plain: frozenset[str], pins: 
     """Return the labels of a forward pass of `model`, on the CPU, in evaluation mode.
 
     Plain rules hold in the modules named in `plain` and those inside them; "" is the whole model.
-    Channels that the calls in `pins` touch stay. The model is unchanged afterwards.
+    Channels that the calls in `pins` touch stay.
     """
     labels = Labels(model)
     labels.norms = {
@@ -306,12 +288,7 @@ def follow_input(model: nn.Module, inputs: Inputs, plain: frozenset[str], pins: 
     labels.label(given, torch.full(given.shape, PINNED))
     places = Places()
     trace = Trace(labels, places, plain, pins)
-    with (
-        evaluating(model),
-        following(model, places),
-        plain_norms(model),
-        trace,
-    ):
+    with evaluating(model), following(model, places), plain_norms(model), trace:
         output = model(given)
     labels.plain = False
     labels.pin([output], "its outputs are the classes")
@@ -350,10 +327,8 @@ def _normalise(norm: SlimRMSNorm, x: Tensor) -> Tensor:
 def _normalise_layer(norm: SlimLayerNorm, x: Tensor) -> Tensor:
     if norm.dim is None:
         return F.group_norm(x, 1, norm.weight, norm.bias, norm.eps)
-    x = x.movedim(norm.dim, -1)
-    return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps).movedim(
-        -1, norm.dim
-    )
+    x = F.layer_norm(x.movedim(norm.dim, -1), norm.weight.shape, norm.weight, norm.bias, norm.eps)
+    return x.movedim(-1, norm.dim)
 
 
 def _is_positive(exponent: object) -> bool:

@@ -5,7 +5,6 @@ A plan holds the kept rows and channels of each pruned layer. In both directions
 whole and channels gathered, tile by tile, in one pass over memory.
 """
 
-import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from prunex_mpi.pruning.masks import layer_masks, set_rows_
 
 @dataclass(frozen=True)
 class Kept:
-    """The indices of kept rows or channels (`index`), of pruned ones (`gone`), and their inverse.
+    """The indices of kept rows or channels, and of those that are `gone`.
 
     `place` is the position of each among the kept ones, arbitrary for pruned ones. `factor` is 0
     for elements of pruned ones and 1 for others, float32.
@@ -69,7 +68,7 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
     known: dict[tuple[bytes, int], Kept | None] = {}
     start = 0
     for number, segment in enumerate(layout.segments):
-        piece = Piece(segment.offset, segment.numel, start, segment.numel)
+        piece = _whole(segment.offset, start, segment.numel)
         if number in by_segment:
             layer, rows, columns = by_segment[number]
             if not (rows.all() and columns.all()):
@@ -80,24 +79,21 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
         last = pieces[-1] if pieces else None
         if piece.shape is None and last is not None and last.shape is None:
             # Neighbours that keep everything are copied at once.
-            pieces[-1] = Piece(
-                last.offset, last.numel + piece.numel, last.start, last.kept + piece.kept
-            )
+            pieces[-1] = _whole(last.offset, last.start, last.numel + piece.numel)
         else:
             pieces.append(piece)
         start += piece.kept
     places = np.array([(p.offset, p.start, p.kept, *(p.shape or (0, 0, 0))) for p in pieces])
-    parts = (_describe(layout), places.tobytes(), np.packbits(mask).tobytes())
+    parts = (repr(layout.segments).encode(), places.tobytes(), np.packbits(mask).tobytes())
     digest = int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:8], "little")
     return Plan(tuple(pieces), start, digest)
 
 
 def cut_plan(plan: Plan, count: int, unit: int) -> list[tuple[slice, int, Plan]]:
-    """Return `count` parts of a plan, of about as many kept elements each.
+    """Return (place in flat vectors, start in the payload, plan from there) of `count` parts.
 
-    (place in flat vectors, start in the payload, plan) of each; the plan's places in the payload
-    are counted from that start. A part ends after a multiple of `unit` elements of the payload, or
-    with a layer where that has lost some. Small networks may leave parts empty.
+    A part ends after a multiple of `unit` elements of the payload, or with a layer where that has
+    lost some. Small networks may leave parts empty.
     """
     ends = [_end_near(plan, number * plan.numel / count, unit) for number in range(1, count)]
     pieces, found, start = list(plan.pieces), [], 0
@@ -132,11 +128,6 @@ def _end_near(plan: Plan, wanted: float, unit: int) -> int:
                 return p.start if wanted - p.start < stop - wanted else stop
             return min(max(round(wanted / unit) * unit, p.start), stop)
     return plan.numel
-
-
-@functools.lru_cache(maxsize=8)
-def _describe(layout: Layout) -> bytes:
-    return repr(layout.segments).encode()
 
 
 def _view_of_kept(

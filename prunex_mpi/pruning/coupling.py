@@ -14,15 +14,13 @@ no constant survives) its channels are zero wherever they are read, and the netw
 computes the same. LayerNorm goes on to divide by the original number of channels
 (`models.slim.SlimLayerNorm`).
 
-Why not a library: torch-pruning's dependency graph (1.6) reads autograd's graph and takes every
-operation that it does not know for an element-wise one, so a wrong group shows only as a wrong
-network; it removes channels of LayerNorm, which changes all others; users must rewrite the forward
-pass of attention; it misses the channels that a zero-padded shortcut adds, and it fails on
-ShuffleNet. torch.fx traces symbols: it stops at control flow and knows shapes only after a second
-pass. Running the model itself under a TorchFunctionMode needs neither, and an operation that is
-unknown here pins its channels, which is safe.
+Why not a library: torch-pruning (1.6) takes every operation that it does not know for an
+element-wise one, so a wrong group shows only as a wrong network, and it removes channels of
+LayerNorm, which changes all others; torch.fx stops at control flow. The model itself runs here, and
+an operation that is unknown pins its channels, which is safe.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -81,14 +79,11 @@ class Coupling:
 
     `rows` is int64 [shape[0]] by the parameter's name, `columns` int64 [shape[1]]. Parameters that
     are used directly, as in additions, may have groups along another dimension: `inner` holds it
-    and the ids. `positions` is the number of positions of one image's feature map at which a weight
-    is applied, from which follow its multiply-adds. `excluded` are lines on what stays, and why.
-
-    `calls` are the torch calls whose numbers depend on the channels that are left. `norms` are the
-    weights of norms that read all channels, and `mixed` other calls that do. Weights in
-    `transposed` have their outputs, the channels that they make, as columns, and so have
-    embeddings. `inputs` is what the model reads. `zeros` are the buffers of zeros that have
-    groups along some dimension.
+    and the ids, and `zeros` those of buffers of zeros. `positions` is the number of positions of
+    one image's feature map at which a weight is applied. `excluded` are lines on what stays, and
+    why. `calls` are the torch calls whose numbers depend on the channels that are left. `norms` are
+    the weights of norms that read all channels, `mixed` other calls that do. Weights in
+    `transposed` have the channels that they make as columns.
     """
 
     rows: dict[str, np.ndarray]
@@ -151,11 +146,10 @@ class Coupling:
 def find_coupling(
     model: nn.Module, inputs: Inputs, plain: frozenset[str] = frozenset(), pins: Pins = NO_PINS
 ) -> Coupling:
-    """Find the coupled groups of `model`, which reads `inputs`.
+    """Find the coupled groups of `model`, which reads `inputs`, by one dummy input on the CPU.
 
-    Runs one dummy input on the CPU in evaluation mode; the model is unchanged afterwards. In the
-    modules named in `plain` only plain rules hold; channels that the calls in `pins` touch stay.
-    Raises UserError when no group can be removed.
+    In the modules named in `plain` only plain rules hold; channels that the calls in `pins` touch
+    stay. Raises UserError when no group can be removed.
     """
     labels = follow_input(model, inputs, plain, pins)
     _settle(labels)
@@ -217,11 +211,15 @@ def _misfits(found: Tensor, along: list[int], dim: int) -> int:
 def _collect(labels: Labels) -> Coupling:
     """Number the removable groups, set after set, and translate labels to their ids."""
     free = _along_one_dimension(labels)
-    places: dict[int, dict[tuple[str, int], int]] = {}
+    # How many slices each removable group has of each parameter along each dimension.
+    places: dict[int, Counter[tuple[str, int]]] = defaultdict(Counter)
     for dim, known in ((0, labels.rows), (1, labels.columns)):
         for name, found in known.items():
-            _find_places(labels, places, (name, dim), found)
-    transposed = labels.transposed | (labels.embeddings - _read_by_layers(labels))
+            for root in (labels.root(label) for label in found.tolist() if label > PINNED):
+                if root not in labels.reasons:
+                    places[root][name, dim] += 1
+    # Of embeddings those that no layer multiplies by as well.
+    transposed = labels.transposed | {n for n in labels.embeddings if not labels.positions[n]}
 
     def makes(name: str, dim: int) -> bool:
         return bool(dim) == (name in transposed)
@@ -300,33 +298,14 @@ def _collect(labels: Labels) -> Coupling:
     )
 
 
-def _read_by_layers(labels: Labels) -> set[str]:
-    """Return the weights that layers multiply by, beside what looks them up."""
-    return {name for name, positions in labels.positions.items() if positions}
-
-
-def _find_places(
-    labels: Labels,
-    places: dict[int, dict[tuple[str, int], int]],
-    place: tuple[str, int],
-    found: np.ndarray,
-) -> None:
-    """Count in `places` the slices that each removable group has at `place`."""
-    for label in found.tolist():
-        root = labels.root(label) if label > PINNED else PINNED
-        if root != PINNED and root not in labels.reasons:
-            at = places.setdefault(root, {})
-            at[place] = at.get(place, 0) + 1
-
-
 def _pieces(labels: Labels) -> dict[int, list[int]]:
     """Return by group the numbers of the pieces that it is in, none of which may become empty."""
-    found: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = defaultdict(list)
     for number, size in enumerate(labels.pieces):
         roots = labels.roots(size.labels)
         if size.dim in varying(roots):
             for root in np.unique(first_along(roots, size.dim)[size.start : size.stop]).tolist():
-                found.setdefault(root, []).append(number)
+                found[root].append(number)
     return found
 
 
@@ -363,10 +342,6 @@ def _mixed(labels: Labels) -> list[tuple[Mixed, np.ndarray]]:
 
 def _along_one_dimension(labels: Labels) -> dict[str, tuple[int, np.ndarray]]:
     """Return (dimension, labels) of the parameters that are used directly, by name."""
-    found = {}
-    for name, own in labels.free.items():
-        roots = labels.roots(own)
-        along = varying(roots)
-        if along:
-            found[name] = along[0], first_along(roots, along[0])
-    return found
+    every = {name: labels.roots(own) for name, own in labels.free.items()}
+    ways = {name: varying(roots) for name, roots in every.items()}
+    return {n: (along[0], first_along(every[n], along[0])) for n, along in ways.items() if along}

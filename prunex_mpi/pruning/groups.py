@@ -91,10 +91,10 @@ class CoupledLayer:
 class ScoredSlices:
     """The slices whose squares make the scores of coupled groups, in the order of `tensors`.
 
-    `tensors` are (layer, rows count, columns count); the rows of a tensor come before its columns.
-    `inside` [slices] is true for slices of a group; of those, `group` is the group and `side` the
-    dimension of a tensor. `slices` [sides] are the numbers of groups with slices in a side,
-    `members` [groups] the numbers of sides in which a group has slices.
+    `tensors` are (layer, rows count, columns count); rows come before columns. `inside` [slices] is
+    true for slices of a group; of those, `group` is the group and `side` the dimension of a tensor.
+    `slices` [sides] are the numbers of groups in a side, `members` [groups] those of a group's
+    sides.
     """
 
     tensors: tuple[tuple[int, bool, bool], ...]
@@ -234,17 +234,15 @@ def find_groups(
 ) -> Groups:
     """Return the groups of `model`, with reasons for the layers that cannot be pruned.
 
-    `keep_ratios` holds one ratio per kind, or one for all; `layer_keep_ratios` are (fnmatch pattern
-    on the parameter's name, ratio) pairs of which the last match wins. Coupled groups need the
-    model's `coupling`. Without `ends` the first and the last layer by definition are taken for the
-    stem and the classifier. Raises UserError when no group can be pruned or when a pattern matches
-    no layer.
+    `keep_ratios` holds one ratio per kind, or one for all; of `layer_keep_ratios`, (fnmatch pattern
+    on the parameter's name, ratio), the last match wins. Without `ends` the first and the last
+    layer by definition are stem and classifier. Raises UserError when no group can be pruned or a
+    pattern matches no layer.
     """
     ratios = list(keep_ratios) * (len(kinds) if len(keep_ratios) == 1 else 1)
     index = {s.name: i for i, s in enumerate(layout.segments)}
-    candidates, excluded = _find_layers(
-        model, index, [k for k in kinds if k != "coupled"], ends or Ends(frozenset(), "")
-    )
+    alone = [kind for kind in kinds if kind != "coupled"]
+    candidates, excluded = _find_layers(model, index, alone, ends or Ends(frozenset(), ""))
     names = [name for name, _, _ in candidates]
     layers = [layer for _, layer, _ in candidates]
     if coupling is not None:
@@ -286,16 +284,14 @@ def find_groups(
                 if coupling.slices(name):
                     scored = name in coupling.positions or name in gammas
                     shape = layout.segments[layer.segment].shape
-                    coupled.append(_couple(name, number, layer, shape, coupling, start, scored))
+                    places = _places_in_mask(layer, shape, coupling.slices(name), start)
+                    coupled.append(CoupledLayer(number, *places, scored))
             start += coupling.total
         for number, (name, layer, usable) in enumerate(candidates):
-            if kind not in usable:
-                continue
-            blocks, count = _extent(layer, kind)
-            selections.append(
-                Selection(number, kind, blocks, count, start, keep_ratio(name, ratio))
-            )
-            start += blocks * count
+            if kind in usable:
+                extent = _extent(layer, kind)
+                selections.append(Selection(number, kind, *extent, start, keep_ratio(name, ratio)))
+                start = selections[-1].stop
         if selections:
             by_kind.append(tuple(selections))
     return Groups(
@@ -346,14 +342,9 @@ def _find_layers(
             excluded += [f"{name} [{kind}]: its weight is {why}" for kind in kinds]
             continue
         layer = _as_layer(index[name], conv.weight, conv.groups)
-        usable = []
-        for kind in kinds:
-            reason = _why_not(layer, kind, name in stems, name == classifier)
-            if reason:
-                excluded.append(f"{name} [{kind}]: {reason}")
-            else:
-                usable.append(kind)
-        if usable:
+        reasons = {kind: _why_not(layer, kind, name in stems, name == classifier) for kind in kinds}
+        excluded += [f"{name} [{kind}]: {reason}" for kind, reason in reasons.items() if reason]
+        if usable := [kind for kind, reason in reasons.items() if not reason]:
             candidates.append((name, layer, usable))
     return candidates, excluded
 
@@ -376,26 +367,19 @@ def _as_layer(segment: int, weight: Tensor, conv_groups: int = 1) -> PrunableLay
     )
 
 
-def _couple(
-    name: str,
-    number: int,
-    layer: PrunableLayer,
-    shape: tuple[int, ...],
-    coupling: Coupling,
-    start: int,
-    scored: bool,
-) -> CoupledLayer:
-    """Return the places in the mask of the groups of one parameter's slices."""
+def _places_in_mask(
+    layer: PrunableLayer, shape: tuple[int, ...], slices: list[tuple[int, np.ndarray]], start: int
+) -> list[np.ndarray]:
+    """Return the places in the mask of the groups of one parameter's rows and columns."""
     rows = np.full(layer.blocks * layer.rows, -1)
     # The columns of all blocks of a grouped convolution are in the same groups.
     columns = np.full(shape[1:], -1)
-    for dim, ids in coupling.slices(name):
+    for dim, ids in slices:
         if dim == 0:
             rows = ids
         else:
             columns[:] = ids.reshape([-1 if d == dim else 1 for d in range(1, len(shape))])
-    places = [np.where(ids < 0, -1, ids + start) for ids in (rows, columns.reshape(-1))]
-    return CoupledLayer(number, *places, scored)
+    return [np.where(ids < 0, -1, ids + start) for ids in (rows, columns.reshape(-1))]
 
 
 def _why_not(layer: PrunableLayer, kind: str, first: bool, classifier: bool) -> str:

@@ -159,10 +159,7 @@ def _keep_columns(labels: Labels, result: Tensor, second: Tensor) -> None:
 
 
 def soften(labels: Labels, result: Tensor, x: Tensor, dim: int | None = None, **rest) -> None:
-    """Pass on the labels of a softmax; zeros do not stay zero.
-
-    Where they vary along its dimension and others, they become equal along it.
-    """
+    """Pass on the labels of a softmax; zeros do not stay zero."""
     found, _ = labels.of(x)
     along = varying(found)
     if dim is None or (along == [dim % x.dim()] and not labels.mix(x, dim, back=dim % x.dim())):

@@ -64,15 +64,13 @@ def convolve(
     *rest: object,
     **options: object,
 ) -> None:
-    """Read the labels of `x` as the weight's columns and give its rows new ones.
-
-    `rest` begins with stride, padding, dilation and groups.
-    """
+    """Read the labels of `x` as the weight's columns and give its rows new ones."""
     if _convolve_channels(labels, result, x, weight):
         return
     made = labels.standardised.get(id(weight))
     weight = weight if made is None or made.mixed is None else made.weight
     name = labels.names.get(id(weight), COMPUTED_WEIGHT)
+    # Behind stride, padding and dilation.
     groups = rest[3] if len(rest) > 3 else options.get("groups", 1)
     # Without a batch dimension nothing is known.
     columns = read(labels, x, 1, name) if x.dim() == weight.dim() else None
@@ -152,10 +150,9 @@ def _keep_layer(labels: Labels, weight: Tensor, reason: str) -> None:
 def _convolve_in_groups(
     labels: Labels, weight: Tensor, columns: np.ndarray, groups: int
 ) -> np.ndarray:
-    """Return the rows' labels of a grouped convolution, whose groups must stay of equal size.
+    """Return the rows' labels of a grouped convolution: whole groups are removable.
 
-    Whole groups are removable, inputs and outputs; where there are fewer groups than inputs of
-    each, the same inputs and the same outputs of every group are.
+    Where there are fewer groups than inputs of each, the same inputs and outputs of all are.
     """
     inputs, rows = columns.reshape(groups, -1), labels.fresh(weight.shape[0]).reshape(groups, -1)
     if (inputs == VOID).any():
@@ -192,8 +189,12 @@ def multiply(
         labels.note(labels.columns, weight, columns)
         labels.note(labels.rows, weight, rows)
         labels.count(name, result[..., 0].numel())
-    _note_bias(labels, bias, rows)
-    labels.label(result, torch.from_numpy(rows).expand(result.shape))
+    _label_outputs(labels, result, bias, rows)
+
+
+def _label_outputs(labels: Labels, result: Tensor, bias: Tensor | None, made: np.ndarray) -> None:
+    _note_bias(labels, bias, made)
+    labels.label(result, torch.from_numpy(made).expand(result.shape))
 
 
 def multiply_transposed(
@@ -206,8 +207,7 @@ def multiply_transposed(
     labels.note(labels.rows, weight, inputs)
     labels.note(labels.columns, weight, outputs)
     labels.count(name, result[..., 0].numel())
-    _note_bias(labels, bias, outputs)
-    labels.label(result, torch.from_numpy(outputs).expand(result.shape))
+    _label_outputs(labels, result, bias, outputs)
 
 
 def add_product(
@@ -240,7 +240,7 @@ def embed(
     labels.note(labels.columns, weight, columns)
     # Looking up takes no multiplication.
     labels.count(name, 0)
-    labels.label(result, torch.from_numpy(columns).expand(result.shape))
+    _label_outputs(labels, result, None, columns)
 
 
 def _note_bias(labels: Labels, bias: Tensor | None, rows: np.ndarray) -> None:
@@ -363,22 +363,11 @@ def normalise_layer(
     Zeros go on to count in its mean and variance. Where heads share one, as in a norm of queries,
     each head becomes one group, and gamma and beta stay.
     """
-    found, zero = labels.of(x)
-    few = varying(found)
-    last = x.dim() - 1
-    if len(few) > 1 and last in few:
-        labels.join_along(found, last)
-    if last not in few or len(few) > 1:
-        labels.label(result, labels.roots(found), zero=False)
-        return
-    along = first_along(found, last)
-    name = labels.names.get(id(weight), "")
-    known = [name in labels.norms, bias is None or id(bias) in labels.names]
-    if not (all(known) and zero):
-        labels.pin([x], "layer_norm mixes it with others")
-    labels.note(labels.rows, weight, along)
-    labels.note(labels.rows, bias, along)
-    labels.label(result, found)
+    known = bias is None or id(bias) in labels.names
+    found, reads_channels = _find_normed(labels, x, weight, known, "layer_norm")
+    if reads_channels:
+        labels.note(labels.rows, bias, first_along(found, x.dim() - 1))
+    labels.label(result, found, zero=reads_channels)
 
 
 def normalise_squares(
@@ -390,15 +379,26 @@ def normalise_squares(
     eps: float | None = None,
 ) -> None:
     """Label RMSNorm as `normalise_layer` does LayerNorm; zeros stay zero."""
+    zero = labels.of(x)[1]
+    labels.label(result, _find_normed(labels, x, weight, True, "rms_norm")[0], zero)
+
+
+def _find_normed(
+    labels: Labels, x: Tensor, weight: Tensor | None, known: bool, name: str
+) -> tuple[Tensor, bool]:
+    """Return the labels of what is normalised along its last dimension, and if channels are there.
+
+    Then gamma is tied to them; they stay where it, or beta, is not `known`.
+    """
     found, zero = labels.of(x)
     few, last = varying(found), x.dim() - 1
     if len(few) > 1 and last in few:
         labels.join_along(found, last)
-    if last in few and len(few) == 1:
-        if labels.names.get(id(weight), "") not in labels.norms or not zero:
-            labels.pin([x], mixes("rms_norm", plain=labels.plain))
+    if few == [last]:
+        if labels.names.get(id(weight), "") not in labels.norms or not (known and zero):
+            labels.pin([x], mixes(name, plain=labels.plain))
         labels.note(labels.rows, weight, first_along(found, last))
-    labels.label(result, labels.roots(found), zero)
+    return found, few == [last]
 
 
 def normalise_length(
@@ -488,7 +488,7 @@ def _keep_fixed(labels: Labels, found: list[Tensor], sizes: list[list[int]]) -> 
     """Return the labels of a product with what stays, such as the angles of rotary positions.
 
     Where that is the same along some dimension of channels, as along heads, all channels along the
-    other dimensions, whose sizes it has, become one group. None where there is no such dimension.
+    others become one group. None where there is no such dimension.
     """
     for one, other, size in ((*found, sizes[0]), (*found[::-1], sizes[1])):
         shape = _shape_beside(size, other)
@@ -533,11 +533,7 @@ def pool(labels: Labels, result: Tensor, x: Tensor) -> None:
 def reduce(
     labels: Labels, result: object, func: Callable, args: tuple, kwargs: dict[str, object]
 ) -> None:
-    """Pass on the labels of a sum, mean or maximum over dimensions in which they are equal.
-
-    Where they differ along those and others, they become equal along those. A result without
-    channels is of them all.
-    """
+    """Pass on the labels of a sum, mean or maximum over dimensions in which they become equal."""
     x, name = args[0], func.__name__
     # The places of the dimensions and of keepdim.
     first, last = {"norm": (2, 3), "vector_norm": (2, 3), "var": (1, 3), "std": (1, 3)}.get(

@@ -106,8 +106,8 @@ def _align(
 ) -> None:
     """Join the channels of tensors concatenated along another dimension: widths must stay equal.
 
-    Where the labels of one do not vary along that dimension, it holds positions, such as tokens:
-    then all positions of the others, such as a parameter of embeddings, have the same channels.
+    Where the labels of one do not vary along it, it holds positions, such as tokens: then all
+    positions of the others have the same channels.
     """
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if not stacks:
@@ -127,8 +127,7 @@ def _align(
 def _ask(labels: Labels, name: str, args: tuple, moved: list[Tensor]) -> None:
     """Record that a reshaped tensor is rectangular, and which arguments are its sizes."""
     for found in moved:
-        if len(varying(found)) > 1:
-            labels.cuts.append(Cut(thin(found)[0]))
+        _ask_rectangular(labels, found)
     if name not in RESHAPING or len(moved) != 1:
         return
     few, (given, named) = thin(moved[0])[0], labels.given
@@ -164,7 +163,7 @@ def _cut(labels: Labels, name: str, args: tuple, kwargs: dict[str, object]) -> b
             piece = Size(found, dim, length, start, start + length)
             labels.pieces.append(piece)
             labels.ask([None, None, Size(found, dim, start, 0, start), piece])
-            return _fix_others(labels, found, dim)
+            _ask_rectangular(labels, found)
         return True
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % found.dim()
     if dim not in varying(found):
@@ -176,7 +175,8 @@ def _cut(labels: Labels, name: str, args: tuple, kwargs: dict[str, object]) -> b
     sizes = [Size(found, dim, b - a, a, b) for a, b in itertools.pairwise(ends)]
     labels.pieces += sizes
     labels.ask(sizes, pieces=True)
-    return _fix_others(labels, found, dim)
+    _ask_rectangular(labels, found)
+    return True
 
 
 def _index(labels: Labels, found: Tensor, index: object) -> bool:
@@ -225,10 +225,9 @@ def _slice(
     return True
 
 
-def _fix_others(labels: Labels, found: Tensor, dim: int) -> bool:
+def _ask_rectangular(labels: Labels, found: Tensor) -> None:
     if len(varying(found)) > 1:
         labels.cuts.append(Cut(thin(found)[0]))
-    return True
 
 
 def _fix(labels: Labels, found: Tensor, dim: int) -> bool:
@@ -239,8 +238,5 @@ def _fix(labels: Labels, found: Tensor, dim: int) -> bool:
 
 
 def _fix_beside(labels: Labels, found: Tensor, dim: int) -> bool:
-    """Keep the size of a dimension if channels may be along another; return whether they may.
-
-    For example the positions of embeddings, of which code takes any part.
-    """
+    """Keep the size of a dimension if channels may be along another; return whether they may."""
     return varying(found) != [dim] and _fix(labels, found, dim)

@@ -66,8 +66,8 @@ class Asked:
 class Mixed:
     """A call that reads all channels of its argument number `place` together, along `dim`.
 
-    Where it is `filled` it gets zeros for those that are absent, and numbers as in the whole
-    network; what it returns is without them again along `back`, None where that has no channels.
+    Where it is `filled` it gets zeros for those that are absent, and `numbers` as in the whole
+    network; what it returns is without them along `back`, None where that has no channels.
     """
 
     site: Site
@@ -246,8 +246,7 @@ class Labels:
     def mix(self, x: Tensor, dim: int, filled: bool = True, back: int | None = None) -> bool:
         """Record that the call being followed reads all channels of `x`, along `dim`, together.
 
-        Return False, and keep them, where what is removed isn't zero in the whole network, and
-        where zeros can't be put into the call.
+        Return False where what is removed isn't zero, or zeros can't be put into the call.
         """
         found, zero = self.of(x)
         own, leaves = thin(found)[0], flatten(self.given)
@@ -311,13 +310,7 @@ def first_along(labels: Tensor, dim: int) -> np.ndarray:
 
 def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
     """Yield the tensors in nested arguments or results."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-        elif isinstance(value, dict):
-            yield from tensors_in(value.values())
+    return (leaf for leaf in flatten(list(values)) if isinstance(leaf, Tensor))
 
 
 def by_position(args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -58,10 +58,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Lasso:
-    """The penalty of one network: the weights that belong to `total` groups.
-
-    `smoothing` is added to the sum of squares of each.
-    """
+    """The penalty of one network of `total` groups, to whose squares `smoothing` is added."""
 
     members: tuple[Member, ...]
     total: int
@@ -75,12 +72,8 @@ def build_lasso(layout: Layout, coupling: Coupling, device: torch.device) -> Las
         if len(segment.shape) == 1:
             continue
         known = (coupling.rows.get(segment.name), coupling.columns.get(segment.name))
-        axes = [
-            _axis(dim, ids, coupling.total, device)
-            for dim, ids in enumerate(known)
-            if ids is not None
-        ]
-        if axes:
+        known = [(dim, ids) for dim, ids in enumerate(known) if ids is not None]
+        if axes := [_axis(dim, ids, coupling.total, device) for dim, ids in known]:
             shape = (*segment.shape[:2], segment.numel // (segment.shape[0] * segment.shape[1]))
             members.append(Member(segment.offset, shape, tuple(axes)))
     return Lasso(tuple(members), coupling.total)

@@ -4,7 +4,6 @@ Masks are bool arrays on the host, one entry per group: they are small, decision
 and they are sent as packed bits. Tensors are multiplied by 0/1 factors on their own device.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +15,9 @@ from prunex_mpi.pruning.groups import Groups, gemm_view
 
 
 class LayerFactors(NamedTuple):
-    """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns].
+    """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns], or None.
 
-    They are None where all are kept. `gone` holds the indices of pruned rows of all blocks.
+    `gone` holds the indices of pruned rows of all blocks.
     """
 
     layer: int
@@ -27,22 +26,14 @@ class LayerFactors(NamedTuple):
     gone: Tensor | None
 
 
-@dataclass(frozen=True)
-class Factors:
-    """The 0/1 factors of a mask, for the layers that do not keep everything."""
-
-    entries: tuple[LayerFactors, ...]
+# Those of a mask, for the layers that do not keep everything.
+Factors = tuple[LayerFactors, ...]
 
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (rows [blocks * rows], columns [blocks, columns]) as bool arrays for every layer."""
-    result = [
-        (
-            np.ones(layer.blocks * layer.rows, dtype=bool),
-            np.ones((layer.blocks, layer.columns), bool),
-        )
-        for layer in groups.layers
-    ]
+    shapes = [(layer.blocks * layer.rows, (layer.blocks, layer.columns)) for layer in groups.layers]
+    result = [tuple(np.ones(shape, dtype=bool) for shape in both) for both in shapes]
     for selections in groups.kinds:
         for s in selections:
             if s.kind == "coupled":
@@ -92,7 +83,7 @@ def build_factors(
             by_column and by_column[0].view(blocks, 1, -1),
         )
         entries.append(LayerFactors(number, *factors, by_row and by_row[1]))
-    return Factors(tuple(entries))
+    return tuple(entries)
 
 
 def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> None:
@@ -102,12 +93,12 @@ def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factor
 
 def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:
     """Return the view of `flat` that each entry of `factors` masks, for use with `mask_views_`."""
-    return [gemm_view(flat, layout, groups.layers[entry.layer]) for entry in factors.entries]
+    return [gemm_view(flat, layout, groups.layers[entry.layer]) for entry in factors]
 
 
 def mask_views_(views: list[Tensor], factors: Factors) -> None:
     """Multiply each view of `factor_views` by its factors in place."""
-    for view, entry in zip(views, factors.entries, strict=True):
+    for view, entry in zip(views, factors, strict=True):
         if entry.columns is not None:
             view.mul_(entry.columns)
         if entry.rows is None:

@@ -15,6 +15,7 @@ do not score. The alternative is the score `gates` (`core.scores`).
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,15 +41,14 @@ def group_energies(
     layout: Layout,
     groups: Groups,
     selections: tuple[Selection, ...],
-    factors: Factors | None = None,
+    factors: Factors = (),
 ) -> Tensor:
     """Return the sum of squares of every group of one kind, or the score of coupled groups.
 
-    They are those of `flat`, masked by `factors`. `flat` is read once. The result is 1-D of its
-    dtype, on the host, in the order of the mask.
+    Of `flat`, masked by `factors`. 1-D of its dtype, on the host, in the order of the mask.
     """
     views = gemm_views(flat, layout, groups)
-    masks = {entry.layer: entry for entry in (factors.entries if factors else ())}
+    masks = {entry.layer: entry for entry in factors}
     if selections[0].kind == "coupled":
         return _coupled_scores(views, masks, groups, selections)
     energies = []
@@ -115,9 +115,8 @@ def _coupled_scores(
 def gate_gradients(grad: Tensor, weights: Tensor, layout: Layout, groups: Groups) -> Tensor:
     """Return the derivative of the loss by a factor on each group's channel, 1-D like `grad`.
 
-    The factor a_c = 1 is where the channel is read: the derivative is the sum of G W over the
-    weights that read it, with G the gradient of W. A channel that no weight reads has it on its
-    rows. `grad` and `weights` are flat.
+    The sum of G W over the weights that read it, G being the gradient of W, or that make it where
+    no weight does. `grad` and `weights` are flat.
     """
     mine, theirs = gemm_views(grad, layout, groups), gemm_views(weights, layout, groups)
     sums = [_sum_products(mine[at], theirs[at], by_row) for at, by_row, _ in groups.gates]
@@ -153,8 +152,7 @@ def select(
     """Return the mask that keeps the alpha groups of largest energy in every selection.
 
     Ties go to the lower index. `strictness` in [0, 1] moves every keep ratio from 1 to its target
-    (the keep ramp). A budget of `groups` decides how many coupled groups are kept in all. The mask
-    is a bool array of the energies' length.
+    (the keep ramp). A budget of `groups` decides how many coupled groups are kept in all.
     """
     if groups is not None and groups.budget is not None:
         return _select_within_budget(energies, groups, strictness, round_to)
@@ -207,22 +205,18 @@ def with_budget(
 def _select_within_budget(
     scores: np.ndarray, groups: Groups, strictness: float, round_to: int
 ) -> np.ndarray:
-    """Return the mask without the groups of least score, of all sets, that fits the budget.
-
-    The cost falls with every group removed, so their number is found by bisection.
-    """
+    """Return the mask without the groups of least score, of all sets, that fits the budget."""
     if groups.by_gate:
         scores = scores / shares_of_budget(groups)
     everything = cost(np.ones(groups.total, dtype=bool), groups)
     limit = everything - strictness * (everything - groups.budget.limit)
-    low, high = 0, groups.total
-    while low < high:
-        removed = (low + high) // 2
-        if cost(reduce_to(scores, groups, removed, round_to), groups) <= limit:
-            high = removed
-        else:
-            low = removed + 1
-    return reduce_to(scores, groups, low, round_to)
+
+    def fits(removed: int) -> bool:
+        return cost(reduce_to(scores, groups, removed, round_to), groups) <= limit
+
+    # The cost falls with every group removed.
+    removed = bisect_left(range(groups.total), True, key=fits)
+    return reduce_to(scores, groups, removed, round_to)
 
 
 def reduce_to(scores: np.ndarray, groups: Groups, removed: int, round_to: int) -> np.ndarray:

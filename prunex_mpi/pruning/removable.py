@@ -28,13 +28,8 @@ from prunex_mpi.pruning.shrink import WEIGHT, attention_of
 
 # Functions that read channels with a weight, and the dimension of the channels.
 READERS = {
-    "linear": -1,
-    "layer_norm": -1,
-    "rms_norm": -1,
-    "group_norm": 1,
-    "conv1d": 1,
-    "conv2d": 1,
-    "conv3d": 1,
+    **dict.fromkeys(("linear", "layer_norm", "rms_norm"), -1),
+    **dict.fromkeys(("group_norm", "conv1d", "conv2d", "conv3d"), 1),
 }
 # Those that may do so with a weight [inputs, outputs], and the place of what they read.
 PRODUCTS = {"matmul": 0, "__matmul__": 0, "mm": 0, "addmm": 1}
@@ -52,20 +47,17 @@ class Verdict:
 def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
     """Return which groups can be removed, by the weights of `model` and images [n, 3, H, W].
 
-    At least one group of each set stays. The model runs in evaluation mode.
+    At least one group of each set stays.
     """
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    written = {
-        name: _carried(ids, ~_zero_slices(weights[name], dim), coupling.total)
-        for name, (dim, ids) in coupling.makers().items()
-    }
-    read = {
-        name: _carried(ids, ~_zero_slices(weights[name], dim), coupling.total)
-        for name, (dim, ids) in coupling.readers().items()
-    }
-    made, taken = (
-        {name: ids for name, (_, ids) in sides.items()}
-        for sides in (coupling.makers(), coupling.readers())
+    sides = coupling.makers(), coupling.readers()
+    made, taken = ({name: ids for name, (_, ids) in side.items()} for side in sides)
+    written, read = (
+        {
+            name: _carried(ids, ~_zero_slices(weights[name], dim), coupling.total)
+            for name, (dim, ids) in side.items()
+        }
+        for side in sides
     )
     # Norms read all channels, and so do other calls.
     together = [coupling.rows[name] for name in coupling.norms]
@@ -200,8 +192,7 @@ def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str,
         elif name not in found:
             found[name] = _carried(ids, True, coupling.total)
     for call, ids in coupling.mixed:
-        if name_of(call) not in found:
-            found[name_of(call)] = _carried(ids, True, coupling.total)
+        found.setdefault(name_of(call), _carried(ids, True, coupling.total))
     return found
 
 
@@ -212,14 +203,10 @@ def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str,
 
 def describe_removed(coupling: Coupling, removed: np.ndarray) -> list[dict[str, int | str]]:
     """Return for each set its name, number of groups, of removed ones, and channels per group."""
+    gone = [int(removed[s.start : s.start + s.count].sum()) for s in coupling.sets]
     return [
-        {
-            "set": s.name,
-            "groups": s.count,
-            "removed": int(removed[s.start : s.start + s.count].sum()),
-            "unit": s.unit,
-        }
-        for s in coupling.sets
+        {"set": s.name, "groups": s.count, "removed": n, "unit": s.unit}
+        for s, n in zip(coupling.sets, gone, strict=True)
     ]
 
 
@@ -259,17 +246,14 @@ def _join(names: Iterable[str]) -> str:
 def zeros_that_stay(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return a line on the zeros inside the weights of a smaller network, if there are any."""
     weights = [t for t in tensors.values() if t.dim() > 1]
-    zeros, all_of_them = (sum(f(t) for t in weights) for f in (_count_zeros, Tensor.numel))
+    all_of_them = sum(t.numel() for t in weights)
+    zeros = all_of_them - sum(int(t.count_nonzero()) for t in weights)
     if not zeros:
         return []
     return [
         f"{zeros:,} of {all_of_them:,} weights are zeros inside kept channels: dense kernels "
         "gain nothing by them"
     ]
-
-
-def _count_zeros(tensor: Tensor) -> int:
-    return int((tensor == 0).sum())
 
 
 def _zeros_elsewhere(weights: Mapping[str, Tensor], coupling: Coupling) -> list[str]:

@@ -23,10 +23,7 @@ NOISE = 0.1
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a smaller network fails or differs.
-
-    Where its code raised: the innermost module that is not torch's own, and the torch call.
-    """
+    """Why a smaller network fails or differs; where it raised, in which module and torch call."""
 
     reason: str
     module: str | None = None
@@ -35,10 +32,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules by which a model's coupled groups are found.
-
-    Plain rules hold in the modules of `plain`; channels that the calls of `pins` touch stay.
-    """
+    """Plain rules hold in the modules of `plain`; channels that the calls of `pins` touch stay."""
 
     plain: frozenset[str] = frozenset()
     pins: Pins = NO_PINS
@@ -64,10 +58,9 @@ def find_coupling_by(model: nn.Module, inputs: Inputs, rules: Rules) -> Coupling
 def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = Rules()) -> Rules:
     """Return the widest rules, from `rules` down, by which `model` works without any group.
 
-    Where the code of a module fails at a smaller size, the arguments of the failing call stay, in
-    all modules of its class; where that doesn't help, plain rules hold in them, and then in those
-    around them. When they hold in the whole model, all channels made before the call stay. Raises
-    UserError when no group can be removed, and where none of this helps.
+    Where a module's code fails at a smaller size, the arguments of the failing call stay, in all
+    modules of its class; then plain rules hold in them, then in those around them; at last all
+    channels made before the call stay. Raises UserError when no group can be removed.
     """
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UserError(
@@ -161,7 +154,6 @@ def training_failure(model: nn.Module, coupling: Coupling, inputs: Inputs) -> st
     """Return why a smaller network can't be trained though the whole one can, "" where it can.
 
     Code that runs in training only is not traced: it may read channels that nothing else reads.
-    Runs copies of `model` on the CPU, whose random state is restored.
     """
     # For one image BatchNorm may get a single value per channel, which it refuses.
     two = inputs.draw(2, next(model.parameters()).dtype)

@@ -10,24 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from prunex_mpi.models import slim
 from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.models.slim import (
-    ATTENTIONS,
-    BATCH_NORMS,
-    CALLS,
-    CONVOLUTIONS,
-    RMS_FEATURES,
-    Calls,
-    CallsCorrected,
-    SlimAttention,
-    SlimLayerNorm,
-    SlimRMSNorm,
-    call_corrected,
-    call_site,
-    correct_calls_,
-    flatten,
-)
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
 from prunex_mpi.pruning.channel_trace import Places, following
 from prunex_mpi.pruning.coupling import Coupling, Numbers
@@ -35,8 +20,8 @@ from prunex_mpi.pruning.labels import Mixed, Site
 
 WEIGHT = ".weight"
 # Modules of torch, whose numbers are stated by name.
-STATED = (*CONVOLUTIONS, *BATCH_NORMS, *ATTENTIONS, nn.Linear, nn.Embedding, nn.GroupNorm)
-STATED += (nn.LayerNorm, nn.RMSNorm, SlimLayerNorm, SlimRMSNorm)
+STATED = (*slim.CONVOLUTIONS, *slim.BATCH_NORMS, *slim.ATTENTIONS, nn.Linear, nn.Embedding)
+STATED += (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, slim.SlimLayerNorm, slim.SlimRMSNorm)
 STATISTICS = (".running_mean", ".running_var")
 
 
@@ -60,35 +45,29 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
     for name, module in model.named_modules():
         weight = f"{name}{WEIGHT}" if name else "weight"
         weight = first.get(weight, weight)
-        if isinstance(module, ATTENTIONS):
+        if isinstance(module, slim.ATTENTIONS):
             inner = module.num_heads * module.head_dim
             rows = left(coupling.rows, f"{name}.in_proj_weight", 3 * inner)
             width = left(coupling.columns, f"{name}.in_proj_weight", module.embed_dim)
             sizes[name] = {"num_heads": rows // (3 * module.head_dim), "embed_dim": width}
-        elif isinstance(module, BATCH_NORMS):
+        elif isinstance(module, slim.BATCH_NORMS):
             sizes[name] = {"num_features": left(coupling.rows, weight, module.num_features)}
-        elif weight in coupling.norms and isinstance(module, nn.GroupNorm):
-            sizes[name] = {"num_features": left(coupling.rows, weight, module.num_channels)}
+        elif weight in coupling.norms or isinstance(module, slim.SlimLayerNorm | slim.SlimRMSNorm):
+            centred = isinstance(module, nn.LayerNorm | nn.GroupNorm | slim.SlimLayerNorm)
+            key = "num_features" if centred else slim.RMS_FEATURES
+            sizes[name] = {key: left(coupling.rows, weight, module.weight.numel())}
         elif isinstance(module, nn.GroupNorm) and weight in coupling.rows:
             kept = kept_slices(coupling.rows[weight], removed).reshape(module.num_groups, -1)
-            sizes[name] = {
-                "num_groups": int(kept.any(axis=1).sum()),
-                "num_channels": int(kept.sum()),
-            }
-        elif isinstance(module, SlimRMSNorm) or (
-            weight in coupling.norms and not isinstance(module, nn.LayerNorm | SlimLayerNorm)
-        ):
-            sizes[name] = {RMS_FEATURES: left(coupling.rows, weight, module.weight.numel())}
+            groups, channels = kept.any(axis=1).sum(), kept.sum()
+            sizes[name] = {"num_groups": int(groups), "num_channels": int(channels)}
         elif isinstance(module, nn.Embedding):
             sizes[name] = {"embedding_dim": left(coupling.columns, weight, module.embedding_dim)}
-        elif weight in coupling.norms or isinstance(module, SlimLayerNorm):
-            sizes[name] = {"num_features": left(coupling.rows, weight, module.weight.numel())}
         elif isinstance(module, nn.Linear) and attention_of(model, weight) is None:
             sizes[name] = {
                 "in_features": left(coupling.columns, weight, module.in_features),
                 "out_features": left(coupling.rows, weight, module.out_features),
             }
-        elif isinstance(module, CONVOLUTIONS):
+        elif isinstance(module, slim.CONVOLUTIONS):
             kept = np.ones(module.out_channels, dtype=bool)
             if weight in coupling.rows:
                 kept = kept_slices(coupling.rows[weight], removed)
@@ -102,7 +81,7 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
             }
     _add_own_sizes(model, coupling, removed, sizes)
     sites = {c.site for c in coupling.calls} | {c.site for c, _ in coupling.mixed if c.filled}
-    calls: dict[str, Calls] = {}
+    calls: dict[str, slim.Calls] = {}
     if sites and removed.any():
         calls, numbers = _find_calls(model, coupling, removed, sizes)
         for name, own in numbers.items():
@@ -110,8 +89,8 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
     for name in {name for name, *_ in sites}:
         module = model.get_submodule(name)
         # Others may have been corrected before.
-        if name in calls or isinstance(module, CallsCorrected) or not removed.any():
-            sizes.setdefault(name, {})[CALLS] = calls.get(name, {})
+        if name in calls or isinstance(module, slim.CallsCorrected) or not removed.any():
+            sizes.setdefault(name, {})[slim.CALLS] = calls.get(name, {})
         if not removed.any():
             # Those of the whole network, to which a smaller one may grow again.
             sizes[name].update(_own_numbers(module))
@@ -121,8 +100,7 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
 def sizes_in_all(model: nn.Module, before: Sizes, coupling: Coupling, removed: np.ndarray) -> Sizes:
     """Return the sizes that turn the network of full size into `model` without `removed`.
 
-    `before` are those that turned it into `model`. `coupling` was found on `model`, and may say
-    nothing about modules that are smaller already.
+    `before` are those that turned it into `model`, on which `coupling` was found.
     """
     sizes = smaller_sizes(model, coupling, removed)
     # A module is replaced before what is in it gets its sizes.
@@ -130,12 +108,7 @@ def sizes_in_all(model: nn.Module, before: Sizes, coupling: Coupling, removed: n
     return {name: {**before.get(name, {}), **sizes.get(name, {})} for name in names}
 
 
-def _add_own_sizes(
-    model: nn.Module,
-    coupling: Coupling,
-    removed: np.ndarray,
-    sizes: Sizes,
-) -> None:
+def _add_own_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Sizes) -> None:
     """Add the shapes of parameters and the numbers of other modules to `sizes`."""
     named = {id(model.get_submodule(name)) for name in sizes}
     for name, (dim, ids) in coupling.zeros.items():
@@ -161,24 +134,22 @@ class Fitting(TorchFunctionMode):
     """Correct all torch calls as `numbers` says without `removed`; note in `found` which differ."""
 
     def __init__(
-        self, places: Places, coupling: Coupling, removed: np.ndarray, before: dict[str, Calls]
+        self, places: Places, coupling: Coupling, removed: np.ndarray, before: dict[str, slim.Calls]
     ) -> None:
         super().__init__()
         self.places, self.removed, self.before = places, removed, before
         self.wanted: dict[Site, list[Numbers | tuple[Mixed, np.ndarray]]] = {}
-        mixed = {call.site: (call, ids) for call, ids in coupling.mixed if call.filled}
-        for entry in coupling.calls:
-            if entry.site not in mixed:
-                self.wanted.setdefault(entry.site, []).append(entry)
-        for call, ids in coupling.mixed:
-            if call.filled:
-                self.wanted.setdefault(call.site, []).append((call, ids))
+        filled = [(call.site, (call, ids)) for call, ids in coupling.mixed if call.filled]
+        sites = {site for site, _ in filled}
+        asked = [(entry.site, entry) for entry in coupling.calls if entry.site not in sites]
+        for site, entry in asked + filled:
+            self.wanted.setdefault(site, []).append(entry)
         self.runs: dict[Site, list[object]] = {}
-        self.found: dict[str, Calls] = {}
+        self.found: dict[str, slim.Calls] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        site = self.places.site(call_site(sys._getframe(1)))
+        site = self.places.site(slim.call_site(sys._getframe(1)))
         if site not in self.wanted:
             return func(*args, **kwargs)
         before = self.runs.setdefault(site, [])
@@ -194,14 +165,14 @@ class Fitting(TorchFunctionMode):
         known = self.found.setdefault(name, {}).setdefault(line, [])
         known += [None] * (number + 1 - len(known))
         known[number] = given
-        return call_corrected(given, func, args, kwargs)
+        return slim.call_corrected(given, func, args, kwargs)
 
     def correction(
         self, numbers: Numbers | tuple[Mixed, np.ndarray], func, args: tuple, kwargs: dict
     ) -> object:
         """Return what a call must get instead of what it asks for, None where that is the same."""
         if not isinstance(numbers, Numbers):
-            return self.fill(*numbers, flatten((args, kwargs)))
+            return self.fill(*numbers, slim.flatten((args, kwargs)))
         wanted = [
             w[0] * int(kept_slices(w[1], self.removed).sum()) if isinstance(w, tuple) else w
             for w in numbers.wanted
@@ -216,7 +187,7 @@ class Fitting(TorchFunctionMode):
             return None if same else {"sizes": wanted}
         pairs = [
             [asked, want] if want is not None and asked not in (want, -1, None) else None
-            for asked, want in zip(flatten((args, kwargs)), wanted, strict=True)
+            for asked, want in zip(slim.flatten((args, kwargs)), wanted, strict=True)
         ]
         return pairs if any(pairs) else None
 
@@ -246,7 +217,7 @@ class Fitting(TorchFunctionMode):
 
 def _find_calls(
     model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Sizes
-) -> tuple[dict[str, Calls], dict[str, dict[str, int]]]:
+) -> tuple[dict[str, slim.Calls], dict[str, dict[str, int]]]:
     """Return by module what to correct in the torch calls of its code without `removed`, or to set.
 
     Where a module's own numbers say the same (`self.num_heads`), these are to be set, since they
@@ -255,26 +226,20 @@ def _find_calls(
     smaller, before = copy.deepcopy(model).cpu(), {}
     for name, module in smaller.named_modules():
         before[name] = getattr(module, "corrected_calls", {})
-        correct_calls_(module, {})
+        slim.correct_calls_(module, {})
     resize_(smaller, sizes)
     fill_(smaller, smaller_tensors(model, coupling, removed))
 
-    def run(own: Sizes) -> tuple[dict[str, Calls], list[Tensor]]:
+    def run(own: Sizes) -> tuple[dict[str, slim.Calls], list[Tensor]]:
         """Return which calls had to be corrected, and outputs, none where it fails."""
         # Modules may remember what they have computed.
         tried, places, result = copy.deepcopy(smaller), Places(), None
         resize_(tried, own)
         fitting = Fitting(places, coupling, removed, before)
         # What fails here fails again where it is reported.
-        with (
-            suppress(Exception),
-            torch.no_grad(),
-            evaluating(tried),
-            following(tried, places),
-            fitting,
-        ):
+        with suppress(Exception), evaluating(tried), following(tried, places), fitting:
             result = tried(coupling.inputs.draw(1, next(tried.parameters()).dtype))
-        return fitting.found, [x for x in flatten(result) if isinstance(x, Tensor)]
+        return fitting.found, [x for x in slim.flatten(result) if isinstance(x, Tensor)]
 
     calls, wanted = run({})
     kinds: dict[type, dict[str, dict[str, int]]] = {}
@@ -299,13 +264,13 @@ def _find_calls(
 
 def _own_numbers(module: nn.Module) -> dict[str, int]:
     """Return the whole numbers that a module's own code keeps."""
-    if isinstance(module, (*STATED, CallsCorrected)):
+    if isinstance(module, (*STATED, slim.CallsCorrected)):
         return {}
     every = vars(module).items()
     return {key: value for key, value in every if type(value) is int and key[0] != "_"}
 
 
-def _counting_numbers(module: nn.Module, calls: Calls) -> dict[str, int]:
+def _counting_numbers(module: nn.Module, calls: slim.Calls) -> dict[str, int]:
     """Return what a module's own numbers may have to be, {} where they can't be all."""
     smaller: dict[int, set[int]] = {}
     for given in (given for line in calls.values() for given in line if given is not None):
@@ -352,10 +317,9 @@ def slices_left(
 
 def cut(flat: Tensor, layout: Layout, coupling: Coupling, removed: np.ndarray) -> Tensor:
     """Return the elements of the flat vector that stay without `removed`, in their order."""
-    pieces = []
-    for segment, view in zip(layout.segments, layout.views(flat), strict=True):
-        pieces.append(slices_left(view, coupling.slices(segment.name), removed).reshape(-1))
-    return torch.cat(pieces)
+    views = zip(layout.segments, layout.views(flat), strict=True)
+    left = [slices_left(view, coupling.slices(s.name), removed) for s, view in views]
+    return torch.cat([piece.reshape(-1) for piece in left])
 
 
 def kept_slices(ids: np.ndarray, removed: np.ndarray) -> np.ndarray:
@@ -363,11 +327,11 @@ def kept_slices(ids: np.ndarray, removed: np.ndarray) -> np.ndarray:
     return (ids < 0) | ~removed[ids]
 
 
-def attention_of(model: nn.Module, name: str) -> nn.MultiheadAttention | SlimAttention | None:
+def attention_of(model: nn.Module, name: str) -> nn.MultiheadAttention | slim.SlimAttention | None:
     """Return the attention module that the parameter `name` belongs to, if any."""
     path = name.rpartition(".")[0]
     for candidate in (path, path.rpartition(".")[0]):
         module = model.get_submodule(candidate)
-        if isinstance(module, ATTENTIONS):
+        if isinstance(module, slim.ATTENTIONS):
             return module
     return None

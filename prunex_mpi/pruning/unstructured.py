@@ -28,10 +28,7 @@ def kept_weights(layout: Layout, ratio: float, by: str) -> int:
 
 
 def prune_by_magnitude(theta: Tensor, layout: Layout, ratio: float) -> Tensor:
-    """Return `pruned`, which keeps the share `ratio` of largest magnitude of each layer.
-
-    It is layer by layer, since before training magnitudes reflect each layer's initialisation.
-    """
+    """Return `pruned`, which keeps the share `ratio` of largest magnitude of each layer."""
     pruned = torch.zeros_like(theta, dtype=torch.bool)
     for segment in matrices(layout):
         magnitudes, kept = theta[segment.place].abs(), kept_count(segment.numel, ratio)
@@ -42,9 +39,8 @@ def prune_by_magnitude(theta: Tensor, layout: Layout, ratio: float) -> Tensor:
 def prune_by_gradient_flow(theta: Tensor, product: Tensor, layout: Layout, ratio: float) -> Tensor:
     """Return `pruned`, which keeps the share `ratio` of lowest score -w ⊙ (H ∇L) of all layers.
 
-    GraSP (Wang et al. 2020, Eq. 8): the score is the change of ∇L^T ∇L when w is removed, to first
-    order and halved. The larger that is, the faster the loss falls, so the weights of lowest score
-    are kept. `product` is H ∇L. Raises UserError where a score is not finite.
+    GraSP (Wang et al. 2020, Eq. 8): the score is half the change of ∇L^T ∇L when w is removed.
+    `product` is H ∇L. Raises UserError where a score is not finite.
     """
     segments = matrices(layout)
     if not segments:
@@ -77,12 +73,7 @@ def add_gradients_(
 
 
 def add_hessian_products_(
-    total: Tensor,
-    direction: Tensor,
-    layout: Layout,
-    model: nn.Module,
-    loss: Loss,
-    batches: Batches,
+    total: Tensor, direction: Tensor, layout: Layout, model: nn.Module, loss: Loss, batches: Batches
 ) -> None:
     """Add H d of each batch to `total`, d = `direction`, by differentiating ∇L^T d.
 

@@ -283,13 +283,13 @@ def test_what_a_device_queues_is_reduced_bucket_by_bucket_when_its_mark_is_reach
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 100)
     monkeypatch.setattr(gradients, "is_queued", lambda _: True)
     monkeypatch.setattr(gradients, "cuda", queue)
-    real = wires.reduce_operand_
+    real = wires.collectives.reduce_operand_
 
     def noted(comm: MPI.Comm, part: Tensor, *rest: object) -> None:
         queue.told.append(("reduced", part.numel()))
         real(comm, part, *rest)
 
-    monkeypatch.setattr(wires, "reduce_operand_", noted)
+    monkeypatch.setattr(wires.collectives, "reduce_operand_", noted)
     model, layout, grad = prepare()
     staging = torch.empty(2, 208, dtype=torch.uint8).unbind() if staged else None
     mine = wire_of(WORLD, Transport(208, staging), "intra")

@@ -38,7 +38,7 @@ def attention(bias: bool = True) -> tuple[nn.MultiheadAttention, SlimAttention]:
     with torch.no_grad():
         for p in full.parameters():
             p.normal_(0, 0.5)
-    slim = SlimAttention.of(full, 3)
+    slim = SlimAttention(12, 3, 4, bias).eval().double()
     slim.load_state_dict(full.state_dict())
     return full, slim
 
@@ -61,7 +61,7 @@ def test_attention_without_a_head_is_that_of_a_zero_head() -> None:
     rows = torch.arange(36).view(3, 3, 4)[:, [0, 2]].flatten()
     for part in (full.in_proj_weight, full.in_proj_bias):
         part.view(3, 3, 4, -1)[:, 1] = 0
-    slim = SlimAttention.of(full, 2)
+    slim = SlimAttention.fitting(full, 2)
     state = {
         "in_proj_weight": full.in_proj_weight[rows],
         "in_proj_bias": full.in_proj_bias[rows],

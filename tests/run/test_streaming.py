@@ -18,7 +18,7 @@ from small_runs import small_run
 from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.core import feed, steps
+from prunex_mpi.core import problem, steps
 from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods import pactrain_samples
 from prunex_mpi.methods.pactrain_samples import batches_to_score
@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_has_the_colours_it_began_with(
     assert run("run", "--time-limit", "1") == 75
     names = checkpoint_files.valid_names(tmp_path / "run")
     mean, std = checkpoint_files.read_manifest(tmp_path / "run", names[0])["colours"]
-    monkeypatch.setattr(feed, "measure_colours", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(problem, "measure_colours", Mock(side_effect=AssertionError))
     again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
     assert train.main(again) == 0
     delivered = json.loads((tmp_path / "run/summary.json").read_text())["delivered"]

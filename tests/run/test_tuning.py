@@ -8,7 +8,7 @@ from nodes import nodes_of
 from small_runs import small_run
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core import feed
+from prunex_mpi.core import problem
 from prunex_mpi.core.schedule import quadratic_rounds, total_steps
 from prunex_mpi.run.supervision import goes_behind_steps
 from prunex_mpi.run.tuning import (
@@ -136,7 +136,7 @@ def test_nothing_of_the_trial_is_left_when_the_run_begins(monkeypatch: pytest.Mo
     """On a GPU both would hold all images of the rank."""
     streams: list[weakref.ref] = []
     left = []
-    real = feed.BatchStream
+    real = problem.BatchStream
 
     def build(*shard: Any, **ways: Any) -> Any:
         left.append(sum(ref() is not None for ref in streams))
@@ -144,7 +144,7 @@ def test_nothing_of_the_trial_is_left_when_the_run_begins(monkeypatch: pytest.Mo
         streams.append(weakref.ref(stream))
         return stream
 
-    monkeypatch.setattr(feed, "BatchStream", build)
+    monkeypatch.setattr(problem, "BatchStream", build)
     changes = {"local_steps": "auto", "preset": "thin"}
     with nodes_of(1) as topology, small_run(topology, "recipe", **changes) as context:
         assert context.settings.local_steps != AUTO
