@@ -96,8 +96,7 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         return plan, kept_stats(mask, stats_groups).size
 
     def travelling(strict: float) -> Travelling:
-        plan, kept = planned(strict)
-        return Travelling(plan.numel, kept, layout.numel, size, len(plan.pieces))
+        return travelling_under(*planned(strict), layout, size)
 
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
     if settings.method.local_sgd:
@@ -305,6 +304,11 @@ class Travelling:
     def bytes(self, payload: str) -> int:
         """Return the bytes of a message between two or more nodes."""
         return message_bytes(payload, self.parameters, self.statistics, self.size)
+
+
+def travelling_under(plan: Plan, statistics: int, layout: Layout, size: int) -> Travelling:
+    """Return what a packing plan sends, with the number of BatchNorm statistics."""
+    return Travelling(plan.numel, statistics, layout.numel, size, len(plan.pieces))
 
 
 def exchange_of(payload: str, what: Travelling, nodes: int, bucket_bytes: int) -> Exchange:

@@ -24,6 +24,7 @@ from prunex_mpi.research.bench.beside_torch import compare_with_ddp
 from prunex_mpi.research.bench.communication import collectives, cost_model, fit
 from prunex_mpi.research.bench.kernels import block_codes, kernels, project_alone
 from prunex_mpi.research.bench.sections import run_sections
+from prunex_mpi.research.bench.text_loop import compare_with_loop
 from prunex_mpi.research.bench.workbench import Bench, make_state
 from prunex_mpi.settings.fields import PAYLOADS, Settings
 from prunex_mpi.tools.timing import Action, wall_times
@@ -145,6 +146,12 @@ def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
     assert all(other == titles[0] for other in titles)
 
 
+def test_a_plain_loop_on_text_takes_as_many_steps(alone):
+    table = compare_with_loop(replace(alone, steps=1, repeat=2))
+    assert_sane(table)
+    assert all(value > 0 for value in table.rows[0][1:])
+
+
 @pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_dense_and_ddp_take_the_same_steps():
@@ -164,23 +171,28 @@ def test_dense_and_ddp_take_the_same_steps():
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
-def test_the_cost_model_is_calibrated(monkeypatch):
+def test_the_cost_model_is_calibrated_and_tried(monkeypatch):
     module = "prunex_mpi.research.bench.communication"
     monkeypatch.setattr(f"{module}.VECTORS", (2**17, 2**18))
     monkeypatch.setattr(f"{module}.MESSAGES", (2**12, 2**20))
     with nodes_of(MPI.COMM_WORLD, 1) as topology:
-        constants = cost_model(bench_on(topology))
+        constants, predictions = cost_model(bench_on(topology))
     assert_sane(constants)
-    assert set(column(constants, "payload")) == set(PAYLOADS)
+    assert_sane(predictions)
+    assert list(column(predictions, "payload")) == list(PAYLOADS)
     steps = set(zip(column(constants, "payload"), column(constants, "step"), strict=True))
     found = {step for payload, step in steps if payload == "int4"}
     # The three small models may not tell bytes from pieces.
     assert {"encode", "add", "decode"} <= found <= {"pack", "unpack", "encode", "add", "decode"}
     assert not {("fp32", "encode"), ("fp32", "decode")} & steps
+    for row in predictions.rows:
+        named = dict(zip(predictions.columns, row, strict=True))
+        assert named["ratio"] == pytest.approx(named["predicted ms"] / named["measured ms"])
+        assert named["ratio"] > 0
     flags = constants.notes[0].removeprefix("for train --dry-run: ").split()
     asked = cli.parse(["--dry-run", *flags]).estimate
     assert asked.link_gbit > 0 and asked.copy_gbs > 0
-    titles = MPI.COMM_WORLD.allgather([constants.notes, constants.rows])
+    titles = MPI.COMM_WORLD.allgather([constants.notes, predictions.rows])
     assert all(other == titles[0] for other in titles)
 
 
@@ -282,6 +294,7 @@ def test_a_section_that_hangs_ends_the_job():
 
 def test_sections_fit_the_number_of_ranks():
     assert choose_sections((), 1) == ("kernels", "overhead")
+    assert choose_sections(("text",), 1) == ("text",)
     assert choose_sections((), 4) == ("collectives",)
     assert choose_sections(("model",), 2) == ("model",)
     assert choose_sections(("all",), 4) == choose_sections((), 4)

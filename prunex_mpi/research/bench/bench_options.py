@@ -12,7 +12,9 @@ ALONE = ("kernels", "overhead")
 TOGETHER = ("collectives",)
 # They take minutes: only for who asks, on two or more ranks.
 ASKED = ("ddp", "model")
-SECTIONS = (*ALONE, *TOGETHER, *ASKED)
+# Likewise, on one rank.
+ASKED_ALONE = ("text",)
+SECTIONS = (*ALONE, *TOGETHER, *ASKED, *ASKED_ALONE)
 # They come first, and have flags of their own.
 APART = ("compare", "figure")
 # What fits the number of ranks, beside what is named.
@@ -30,10 +32,11 @@ def build_parser() -> Parser:
     """Return the parser of the benchmark's flags."""
     parser = program_parser(
         "bench",
-        "Measure kernels and overhead on one rank, collectives and ddp (dense SGD beside torch's) "
-        "on several; model calibrates what train --dry-run --link-gbit estimates.",
+        "Measure kernels, overhead and text (dense beside a plain torch loop) on one rank, "
+        "collectives and ddp (dense SGD beside torch's) on several; model calibrates what train "
+        "--dry-run --link-gbit estimates.",
         "Without WHAT, and with all: everything that makes sense for the number of ranks, but "
-        "ddp and model where they aren't named. "
+        "ddp, model and text where they aren't named. "
         "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
         "the paper's figures.",
     )
@@ -51,7 +54,7 @@ def build_parser() -> Parser:
         default=["resnet20", "resnet18"],
         metavar="NAME",
         dest="train_models",
-        help="models that overhead and ddp train [resnet20 resnet18]",
+        help="models that overhead and ddp train and model predicts [resnet20 resnet18]",
     )
     add("--groups", nargs="+", default=["channel"], metavar="KIND", help="groups [channel]")
     add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
@@ -96,7 +99,7 @@ def parse(argv: Sequence[str]) -> Options:
 def choose_sections(asked: Sequence[str], ranks: int) -> tuple[str, ...]:
     """Return what to measure on `ranks` ranks; raise UserError for what does not fit them."""
     for section in asked:
-        if section in ALONE and ranks > 1:
+        if section in (*ALONE, *ASKED_ALONE) and ranks > 1:
             raise UserError(
                 f"{section} is measured on one rank, not {ranks}; start it without mpirun"
             )

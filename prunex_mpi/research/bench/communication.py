@@ -1,7 +1,8 @@
-"""Time communication: collectives of the driver, and what phase 4's exchange is made of.
+"""Time communication: collectives of the driver, and phase 4's exchange.
 
-The cost model of `train --dry-run` is calibrated on the machines at hand. Link and kernels are
-measured apart: on vectors of a few sizes, and packing on three models.
+The cost model of `train --dry-run` is calibrated on the machines at hand and tried. Link and
+kernels are measured apart: on vectors of a few sizes, and packing on three models. What they
+predict of the whole exchange of phase 4 is then compared with that exchange.
 """
 
 import math
@@ -18,13 +19,13 @@ from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import allreduce_, allreduce_then_bcast_, bcast_, between_nodes
 from prunex_mpi.config.resolve import with_overrides
-from prunex_mpi.core.message import fill_message_, take_over_, way_of
+from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.state import State, adopt_mask, freeze, wires_of
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.research.bench.kernels import coding_steps, shared_steps
 from prunex_mpi.research.bench.workbench import Bench, make_state
-from prunex_mpi.run.cost import Exchange, Kernels, Link, bound_s, latency_s
-from prunex_mpi.run.dry_run import nominal_mask
+from prunex_mpi.run.cost import Exchange, Kernels, Link, bound_s, exchange_s, latency_s
+from prunex_mpi.run.dry_run import exchange_of, nominal_mask, travelling_under
 from prunex_mpi.settings.fields import PAYLOADS
 from prunex_mpi.tools.timing import Action
 
@@ -104,18 +105,18 @@ def collectives(bench: Bench) -> Table:
 # --------------------------------------------------------------------------------------------------
 
 
-def cost_model(bench: Bench) -> Table:
-    """Return the table of constants, the same on every rank.
+def cost_model(bench: Bench) -> list[Table]:
+    """Return the tables of constants and of predictions, the same on every rank.
 
-    Packing is measured on the model of the settings and two small ones. For two or more nodes.
-    Collective on `world`, `node` and `leader`.
+    Packing is measured on the model of the settings and two small ones; predicted is the exchange
+    of `bench.models`. For two or more nodes. Collective on `world`, `node` and `leader`.
     """
     topology = bench.topology
     link = measure_link(bench)
     copy_gbs, kernels = measure_kernels(bench, link)
     piece_us = kernels["int8"].piece_us
     where = f"{topology.num_nodes} nodes of {'+'.join(map(str, topology.node_sizes))} ranks"
-    return Table(
+    constants = Table(
         f"Cost model, calibrated on {where}",
         ("payload", "step", "GB/s", "times copy"),
         tuple(
@@ -134,6 +135,7 @@ def cost_model(bench: Bench) -> Table:
             "and int8sum: what Allreduce takes beyond link and latency",
         ),
     )
+    return [constants, _predictions(bench, link, kernels)]
 
 
 def measure_link(bench: Bench) -> Link:
@@ -253,14 +255,15 @@ def _packing(bench: Bench, payload: str) -> tuple[float, float, float]:
         state = _prepare(bench, name)
         wires = wires_of(bench.topology, state, bench.transport)
         fill = partial(fill_message_, wires.workers, wires.node, state, payload)
-
-        def take(state: State = state) -> None:
-            take_over_(state, way_of(state))
-
+        take = partial(_take_over, state)
         columns.append((4 * state.layout.numel / 1e9, len(state.plan.pieces)))
         times.append((bench.slowest(fill), bench.slowest(take, fill)))
     filling, taking = (fit(columns, seconds) for seconds in zip(*times, strict=True))
     return _inverse(filling[0]), _inverse(taking[0]), 1e6 * (filling[1] + taking[1])
+
+
+def _take_over(state: State) -> None:
+    take_over_(state, way_of(state))
 
 
 def _prepare(bench: Bench, name: str) -> State:
@@ -270,6 +273,40 @@ def _prepare(bench: Bench, name: str) -> State:
     adopt_mask(state, nominal_mask(state.groups, 1.0, settings.round_to))
     freeze(state, consensus_sgd=True)
     return state
+
+
+def _predictions(bench: Bench, link: Link, kernels: dict[str, Kernels]) -> Table:
+    """Measure phase 4's exchange of `models`, with every payload. Collective on `world`."""
+    rows = []
+    for name in bench.models:
+        state = _prepare(bench, name)
+        size, statistics = state.theta.element_size(), state.stats_kept.numel()
+        what = travelling_under(state.plan, statistics, state.layout, size)
+        for payload, rates in kernels.items():
+            nodes = bench.topology.num_nodes
+            pieces = between_nodes(bench.transport, nodes).bucket_bytes
+            exchange = exchange_of(payload, what, nodes, pieces)
+            predicted = exchange_s(link, rates, exchange)
+            measured = bench.slowest(partial(_phase_4, bench, state, payload))
+            mib = exchange.message_bytes / MIB
+            rows.append((name, payload, mib, 1e3 * predicted, 1e3 * measured, predicted / measured))
+    ratios = " ".join(f"{ratio:g}" for ratio in bench.settings.keep_ratio)
+    return Table(
+        f"Exchange of phase 4: {'+'.join(bench.settings.groups)} groups, keep {ratios}",
+        ("model", "payload", "message MiB", "predicted ms", "measured ms", "ratio"),
+        tuple(rows),
+        ("the broadcast inside nodes is measured with it, but not predicted",),
+    )
+
+
+def _phase_4(bench: Bench, state: State, payload: str) -> None:
+    """Do all of phase 4 but the agreement on the mask. Collective on `leader`, then on `node`."""
+    topology, transport = bench.topology, bench.transport
+    wires = wires_of(topology, state, transport)
+    leader, node = wires.workers, wires.node
+    fill_message_(leader, node, state, payload)
+    exchange_message_(leader.comm, node.comm, state, leader.transport, leader.clock)
+    _take_over(state)
 
 
 def fit(columns: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:

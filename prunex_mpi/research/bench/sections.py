@@ -16,7 +16,13 @@ from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.research.bench import beside_torch, communication, kernels, overhead
+from prunex_mpi.research.bench import (
+    beside_torch,
+    communication,
+    kernels,
+    overhead,
+    text_loop,
+)
 from prunex_mpi.research.bench.bench_options import Options, choose_sections
 from prunex_mpi.research.bench.workbench import IMAGES, Bench
 from prunex_mpi.run.start import check_launched_together, find_transport, take_places
@@ -68,7 +74,9 @@ def measure(section: str, bench: Bench) -> list[Table]:
         case "collectives":
             return [communication.collectives(bench)]
         case "model":
-            return [communication.cost_model(bench)]
+            return communication.cost_model(bench)
+        case "text":
+            return [text_loop.compare_with_loop(bench)]
         case _:
             return [beside_torch.compare_with_ddp(bench)]
 
@@ -115,4 +123,4 @@ def _networks(sections: Sequence[str], bench: Bench) -> Iterator[tuple[Settings,
                 yield from ((s, SMALL) for s in trained)
             case "model":
                 small = [with_overrides(given, model=name) for name in communication.SMALL]
-                yield from ((s, whole) for s in (*small, given))
+                yield from ((s, whole) for s in (*small, given, *trained))
