@@ -54,6 +54,8 @@ SCENARIOS = {
     },
     "prunetrain": {"method": "prunetrain", "prunetrain_reconfigure_every": 1},
 }
+# One of each driver.
+DRIVERS = ("recipe", "flat consensus", "local sgd", "dense", "prunetrain")
 
 
 @contextmanager

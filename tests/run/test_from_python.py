@@ -100,9 +100,6 @@ def test_a_part_of_the_ranks_can_train() -> None:
     [
         ({"dataset": "cifar10"}, {}, "dataset means nothing to a run from Python"),
         ({"trace": True}, {}, "trace means nothing to a run from Python"),
-        ({"run_dir": "somewhere"}, {}, "run-dir means nothing to a run from Python"),
-        ({"timeout": 5}, {}, "timeout means nothing to a run from Python"),
-        ({"data_dir": "elsewhere"}, {}, "data-dir means nothing to a run from Python"),
         ({"local_steps": "auto"}, {}, "local-steps auto takes a trial"),
         ({"mixup": 0.2}, {}, "mixup and cutmix are for cross-entropy"),
         ({}, {"images": torch.zeros(4, 3, 8, 8)}, r"images must be uint8 .*, not float32"),

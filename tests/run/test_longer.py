@@ -86,21 +86,6 @@ def test_the_rest_has_the_learning_rate_of_the_longer_run_and_masks_stay() -> No
 
 
 @pytest.mark.mpi
-def test_a_job_that_ended_before_its_results_are_written_writes_them() -> None:
-    with run_folder() as folder:
-        assert run_job_here(settings_of(folder, "run", method="dense")) == 0
-        before = (folder / "run/state.safetensors").read_bytes()
-        WORLD.Barrier()
-        if WORLD.rank == 0:
-            (folder / "run/summary.json").unlink()
-        WORLD.Barrier()
-        assert run_job_here(parse(["--resume", "--run-dir", str(folder / "run")])) == 0
-        assert json.loads((folder / "run/summary.json").read_text())["status"] == "completed"
-        assert (folder / "run/state.safetensors").read_bytes() == before
-        WORLD.Barrier()
-
-
-@pytest.mark.mpi
 def test_without_a_checkpoint_a_complete_run_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -158,33 +158,26 @@ def test_nothing_is_said_of_weights_that_were_judged_on_damaged_images(
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[Path]:
-    """Have one image folder that all ranks see."""
+def files(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Have the settings of a stream of one image folder that all ranks see."""
     path = broadcast_text(WORLD, str(write_folder(tmp_path / "p")) if WORLD.rank == 0 else "")
-    yield Path(path)
+    files = {"dataset": "imagefolder", "data_dir": path, "data_mode": "stream"}
+    yield files | {"train_samples": 0, "test_samples": 0, "image_size": 0}
     WORLD.Barrier()
+
+
+GREY = {"image_mean": (0.5,) * 3, "image_std": (0.25,) * 3, "evaluate_every": 3}
 
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("scenario", ["recipe", "local sgd", "flat consensus", "dense", "behind"])
-def test_an_image_that_one_rank_cannot_read_ends_all(shared: Path, scenario: str) -> None:
-    files: dict[str, Any] = {
-        "dataset": "imagefolder",
-        "data_dir": str(shared),
-        "data_mode": "stream",
-        "train_samples": 0,
-        "test_samples": 0,
-        "image_size": 0,
-        "image_mean": (0.5,) * 3,
-        "image_std": (0.25,) * 3,
-        "evaluate_every": 3,
-    }
+def test_an_image_that_one_rank_cannot_read_ends_all(files: dict, scenario: str) -> None:
     each = 1 if scenario == "flat consensus" else 2
     with (
         nodes_of(each) as topology,
         pytest.raises(UserError) as caught,
-        small_run(topology, scenario, **files) as context,
+        small_run(topology, scenario, **files, **GREY) as context,
     ):
         images = context.problem.train_shard.images
         if WORLD.rank == WORLD.size - 1:
@@ -200,10 +193,8 @@ def test_an_image_that_one_rank_cannot_read_ends_all(shared: Path, scenario: str
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
-    files |= {"data_mode": "stream", "train_samples": 0, "test_samples": 0, "image_size": 0}
     with (
         nodes_of(2) as topology,
         small_run(topology, "recipe", local_steps=10**6, **files) as context,
@@ -222,9 +213,7 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> None:
-    files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
-    files |= {"data_mode": "stream", "train_samples": 0, "test_samples": 0, "image_size": 0}
+def test_statistics_of_damaged_images_are_refused_by_all_ranks(files: dict) -> None:
     files |= {"model": "resnet8-w4"}
     with nodes_of(2) as topology, small_run(topology, "recipe", **files) as context:
         images = context.problem.train_shard.images
@@ -235,21 +224,16 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> 
     assert caught.value.exit_code == UNREADABLE
 
 
-GRASP = {"pactrain_score": "grasp", "keep_ratio": (0.1,), "evaluate_every": 3}
-
-
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pactrain_samples, "SAMPLES", 2)
-    files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
-    files |= {"train_samples": 0, "test_samples": 0, "image_size": 0}
-    files |= {"image_mean": (0.5,) * 3, "image_std": (0.25,) * 3}
     found = []
     for mode in ("memory", "stream"):
-        changes = {**files, **GRASP, "data_mode": mode}
+        changes = {**files, **GREY, "data_mode": mode}
+        changes |= {"pactrain_score": "grasp", "keep_ratio": (0.1,)}
         with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as context:
             list(driver_of(context.settings).outer_iterations(topology, context))
             found.append(context.state.z.clone())

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from image_folders import write_folder
 from launch import repeatable_metrics
-from PIL import Image
 from safetensors.torch import load_file
 
 from mpi4py import MPI
@@ -173,14 +173,8 @@ def test_a_run_is_not_left_with_what_has_diverged(
 def test_loading_data_is_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for split, number in (("train", 20), ("test", 1)):
-        for name in ("a", "b"):
-            (tmp_path / split / name).mkdir(parents=True)
-            for index in range(number):
-                Image.new("RGB", (8, 8), (index, 9, 9)).save(
-                    tmp_path / split / name / f"{index}.png"
-                )
-    (tmp_path / "train/c").mkdir()
+    write_folder(tmp_path, train=14, test=1)
+    (tmp_path / "train/dog").mkdir()
     real = image_files.as_uint8
 
     def slow(*words: object, **options: object) -> torch.Tensor:
@@ -193,7 +187,7 @@ def test_loading_data_is_progress(
     assert run(tmp_path / "run", *flags) == 0
     text = capfd.readouterr().err
     assert "no progress" not in text
-    assert "2 classes; left out: 1 class folder without an image (train/c)" in text
+    assert "3 classes; left out: 1 class folder without an image (train/dog)" in text
 
 
 def test_a_batch_larger_than_the_data_is_told(
@@ -263,9 +257,8 @@ def test_a_run_that_had_converged_only_writes_what_is_missing(tmp_path: Path) ->
     assert train.main([*MODEL, "--run-dir", str(tmp_path), "--resume"]) == 0
     assert status(tmp_path) == "converged"
     assert (repeatable_metrics(tmp_path), (tmp_path / "state.safetensors").read_bytes()) == before
-    assert (
-        train.main([*MODEL, "--run-dir", str(tmp_path), "--resume", "--outer-iterations", "7"]) == 0
-    )
+    again = [*MODEL, "--run-dir", str(tmp_path), "--resume", "--outer-iterations", "7"]
+    assert train.main(again) == 0
     assert [record["iteration"] for record in repeatable_metrics(tmp_path)] == [1, 2, 3]
 
 

@@ -66,9 +66,3 @@ def test_each_piece_is_told_of_and_reaches_the_disk(
     assert len(synced) >= 5 and synced[-1] == record.size
     # At most two lots are on their way.
     assert told[8] >= 2 and told[-1] >= 4
-
-
-def test_a_file_has_the_rights_of_any_other(tmp_path: Path) -> None:
-    (tmp_path / "other").touch()
-    save_tensors({"a": torch.ones(1)}, tmp_path / "file")
-    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -168,10 +168,3 @@ def test_a_run_that_diverges_leaves_what_there_was() -> None:
             text = (files.path / "trace.json").read_text()
             found = [e for e in json.loads(text + "]") if e["name"] == "the last"]
             assert [event["pid"] for event in found] == list(range(WORLD.size))
-
-
-def test_without_it_there_is_nothing() -> None:
-    with run_directory() as files, nodes_of(2) as topology:
-        with small_run(topology, "recipe") as context, tracing(topology, files, context):
-            assert context.state.position.clock.trace is None
-        assert files is None or not (files.path / "trace.json").exists()
