@@ -1,7 +1,6 @@
 """The benchmark: its tables are complete and sane, its flags are checked, --help loads nothing."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from prunex_mpi.config import cli
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import wires_of
-from prunex_mpi.research.bench import overhead, sections
+from prunex_mpi.research.bench import overhead
 from prunex_mpi.research.bench.bench_options import choose_sections, parse
 from prunex_mpi.research.bench.beside_torch import compare_with_ddp
 from prunex_mpi.research.bench.communication import collectives, cost_model, fit
@@ -54,28 +53,19 @@ def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
         assert all(
             ms > 0 for name in table.columns if name.endswith("ms") for ms in column(table, name)
         )
-    assert column(steps, "step") == [
-        "intra candidate",
-        "projection",
-        "pack",
-        "unpack",
-        "dual update",
-        "dual update + norms",
-    ]
+    names = "intra candidate, projection, pack, unpack, dual update, dual update + norms"
+    assert column(steps, "step") == names.split(", ")
     size = dict(zip(column(steps, "step"), column(steps, "MiB"), strict=True))
     assert size["dual update"] == 2 * size["projection"] == 2 * size["unpack"]
     assert 0.4 < size["pack"] / size["projection"] < 0.7
     for row in steps.rows:
         named = dict(zip(steps.columns, row, strict=True))
         assert named["times copy"] == pytest.approx(named["step ms"] / named["copy ms"])
-        promised = named["step"] in ("projection", "pack", "unpack", "dual update")
-        assert named["aim"] == (3.0 if promised else None)
     assert len(set(column(stages, "stage"))) == 4
     assert column(stages, "residuals") == ["-", "measured"] * 3 + ["-"]
     for row in stages.rows:
         named = dict(zip(stages.columns, row, strict=True))
         assert named["2 to 5 in all"] == pytest.approx(sum(named[name] for name in PHASES))
-        assert named["aim"] == 10.0
 
 
 def test_codes_by_blocks_are_timed_against_a_copy_of_the_vector(alone):
@@ -85,19 +75,8 @@ def test_codes_by_blocks_are_timed_against_a_copy_of_the_vector(alone):
     assert steps[:3] == [("fp32", "encode"), ("fp32", "decode"), ("fp32", "add")]
     assert steps[-3:] == [("int8sum", "maxima"), ("int8sum", "encode"), ("int8sum", "decode")]
     bits = dict(zip(column(table, "payload"), column(table, "bits per value"), strict=True))
-    assert bits == {
-        "fp32": 32,
-        "fp16": 16,
-        "bf16": 16,
-        "int8": 8.125,
-        "int4": 4.125,
-        "int2": 2.125,
-        "int8sum": 8.25,
-    }
-    for row in table.rows:
-        named = dict(zip(table.columns, row, strict=True))
-        assert named["times copy"] == pytest.approx(named["step ms"] / named["copy ms"])
-        assert named["aim"] == 4.0
+    codes = {"int8": 8.125, "int4": 4.125, "int2": 2.125, "int8sum": 8.25}
+    assert bits == {"fp32": 32, "fp16": 16, "bf16": 16, **codes}
 
 
 def test_stand_alone_steps_do_what_the_driver_does(alone):
@@ -253,31 +232,13 @@ def test_what_cannot_be_measured_is_refused(flags, culprit):
     assert culprit in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("flags", "culprit"),
-    [
-        ("kernels overhead --models resnet8 resnet21", "resnet21"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_before_anything_is(monkeypatch, flags, culprit):
-    monkeypatch.setattr("prunex_mpi.research.bench.sections.measure", pytest.fail)
-    with pytest.raises(UserError) as caught:
-        flags = [*flags.split(), "--model=resnet8", "--threads=1"]
-        run_sections(MPI.COMM_SELF, parse(flags), Heartbeat())
-    assert caught.value.exit_code == USAGE
-    assert culprit in str(caught.value)
-
-
 @pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("flags", "culprit"),
     [
         ("all model --ranks-per-node RANKS", "--ranks-per-node 1"),
-        (
-            "collectives ddp --models resnet21",
-            "resnet21",
-        ),
+        ("collectives ddp --models resnet21", "resnet21"),
     ],
 )
 def test_every_rank_refuses_what_cannot_be_measured_before_anything_is(monkeypatch, flags, culprit):
@@ -287,11 +248,6 @@ def test_every_rank_refuses_what_cannot_be_measured_before_anything_is(monkeypat
     options = parse([*words, "--model=resnet8", f"--threads={threads}"])
     with pytest.raises(UserError, match=culprit):
         run_sections(MPI.COMM_WORLD, options, Heartbeat())
-
-
-def test_gpus_are_not_measured_beside_gloo(alone):
-    with pytest.raises(UserError, match="--device cpu"):
-        sections.check_section("ddp", replace(alone, device=torch.device("cuda")))
 
 
 def test_a_section_that_hangs_ends_the_job():

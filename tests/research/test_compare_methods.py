@@ -11,13 +11,11 @@ from compared import assert_sane, cells, column, comparison, outcomes
 from filelock import FileLock
 from image_folders import write_folder
 from safetensors.torch import load_file
-from torch import nn
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.compress.sparse import kept_per_layer
@@ -108,20 +106,6 @@ def test_a_curve_adds_up_what_was_sent_and_leaves_evaluations_out():
     assert [point.quality for point in curve_of(records)] == [Quality(None, 2.0)] * 2
 
 
-def test_inference_is_measured_on_the_network_that_is_exported():
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    )
-    model.append(nn.Linear(8, 2)).eval()
-    images = torch.rand(4, 3, 8, 8)
-    with torch.no_grad():
-        model[0].weight[::2] = 0
-        model[0].bias[::2] = 0
-        small = run_rows.exported(model, images)
-        assert small[0].weight.shape[0] == 4 and model[0].weight.shape[0] == 8
-        torch.testing.assert_close(small(images), model(images))
-
-
 def test_messages_are_told_from_work_alike_in_all_phases():
     # A vote in the projection, coding between nodes, a loss that the ranks agree on in phase 5.
     seconds = {"local": 8.0, "intra": 1.0, "project": 2.0, "inter": 4.0, "dual": 1.0}
@@ -138,15 +122,6 @@ def test_the_operations_of_every_method_are_named():
     assert operations(make(method="local-sgd")) == "Allreduce"
     assert operations(make(method="local-sgd", payload="int8sum")) == "Allreduce"
     assert operations(make(method="local-sgd", payload="int4")) == "Alltoallv, Allgather"
-
-
-def test_what_no_figure_can_be_drawn_with_is_refused(monkeypatch):
-    flags = ["--methods", "dense", "--figure"]
-    with pytest.raises(UserError, match=r"ends in \.svg"):
-        kept_runs.prepare(parse([*flags, "figure.txt"]))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install .*\[report\]"):
-        kept_runs.prepare(parse([*flags, "figure.svg"]))
 
 
 @pytest.fixture
@@ -471,18 +446,6 @@ def test_a_network_that_is_not_there_is_missed_on_every_rank(quiet, monkeypatch,
         )
 
 
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_a_comparison_is_not_named_by_the_model_of_its_first_row(quiet, tmp_path):
-    plan = Path(broadcast_text(WORLD, str(tmp_path))) / "plan.toml"
-    if WORLD.rank == 0:
-        row = '[rows.{}]\nmethod = "dense"\n'
-        plan.write_text(row.format("narrow") + 'model = "resnet8-w4"\n' + row.format("wide"))
-    WORLD.Barrier()
-    tables, _ = compared([f"--plan={plan}", "--seeds=0"], tmp_path / "runs")
-    assert tables["Comparison:"].title.startswith("Comparison: resnet8, synthetic, ")
-
-
 @pytest.mark.mpi
 def test_rows_by_epochs_that_round_to_other_steps_are_refused_before_they_train(
     quiet, tmp_path, monkeypatch
@@ -627,22 +590,6 @@ def test_an_outcome_that_can_not_be_kept_ends_every_rank_alike(quiet, tmp_path, 
     monkeypatch.setattr("prunex_mpi.research.compare.kept_runs.write_json_durably", full)
     with pytest.raises(UserError, match="local-sgd-0 can't be written: No space left"):
         compared(["--methods", "local-sgd"], tmp_path)
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_progress_is_out_of_all_outer_iterations(quiet, tmp_path, monkeypatch):
-    totals: list[int] = []
-
-    def noted(length: Length, *rest: object) -> Progress:
-        totals.append(length.iterations)
-        return Progress(length, *rest)
-
-    monkeypatch.setattr("prunex_mpi.run.supervision.Progress", noted)
-    compared(["--methods", "qsr", "--outer-iterations=8"], tmp_path)
-    with open(f"{broadcast_text(WORLD, str(tmp_path))}/runs/qsr-0/summary.json") as file:
-        assert totals == [json.load(file)["iterations"]]
-    assert totals[0] > 2
 
 
 @pytest.mark.any_mpi

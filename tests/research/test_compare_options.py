@@ -1,6 +1,5 @@
 """The flags of a comparison, its plans, and the settings of its rows."""
 
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -9,9 +8,8 @@ from compared import run_bench
 
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.config.resolve import BY_NAME as METHODS
-from prunex_mpi.config.resolve import make
 from prunex_mpi.research.compare.compare_options import parse
-from prunex_mpi.research.compare.plan import digest_of, read_plan, settings_of
+from prunex_mpi.research.compare.plan import read_plan, settings_of
 from prunex_mpi.settings.values import AUTO
 
 PLAN = """
@@ -166,18 +164,6 @@ def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
     assert options.tuning_length == Fraction(1, 2)
 
 
-def test_flags_that_are_given_twice_add_up():
-    methods = ["--methods", "dense", "topk", "--methods", "prunex"]
-    options = parse([*methods, "--seeds", "4", "--seeds", "5"])
-    assert [row.name for row in options.rows] == ["dense", "topk", "prunex"]
-    assert options.seeds == (4, 5)
-    shown = parse(
-        ["--from", "a", "--from", "b", "--figure", "f.svg", "--times", "x=c", "--times", "y=d"]
-    )
-    assert shown.sources == ("a", "b")
-    assert shown.times == {"x": "c", "y": "d"}
-
-
 COMMON_PLACE = "[settings]\n{0}\n[rows.a]\nmethod = 'dense'"
 ROW_PLACE = "[rows.a]\nmethod = 'dense'\n{0}"
 
@@ -274,12 +260,6 @@ def test_what_is_trained_has_another_digest_and_what_trains_it_has_not(tmp_path)
     assert len({first, *others}) == 5
 
 
-def test_the_seed_of_the_trials_is_of_no_result(tmp_path):
-    (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
-    with pytest.raises(UserError, match="--seeds: 3 is the tune-seed"):
-        parse(["--plan", str(tmp_path / "plan.toml"), "--seeds", "3"])
-
-
 def test_a_row_may_have_a_length_of_its_own_where_it_says_so(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text(UNTUNED.replace("local-steps = 4", "local-steps = 4\nown-length = true"))
@@ -304,18 +284,6 @@ def test_a_plan_without_rows_is_refused(tmp_path, text, why):
         read_plan(str(tmp_path / "plan.toml"))
 
 
-def test_a_digest_tells_settings_apart_that_make_another_row():
-    first = make("recipe", keep_ratio=0.5)
-    same = (
-        replace(first, seed=3, lr=0.4, data_dir="elsewhere", timeout=5.0),
-        # The preset has no say in what it has said.
-        replace(first, preset="thin"),
-    )
-    others = (replace(first, keep_ratio=(0.2,)), replace(first, evaluate_every=2))
-    assert {digest_of(settings) for settings in same} == {digest_of(first)}
-    assert len({digest_of(settings) for settings in (first, *others)}) == 3
-
-
 def test_help_names_methods_and_starts_nothing():
     code = (
         "import sys\n"
@@ -329,10 +297,3 @@ def test_help_names_methods_and_starts_nothing():
     for word in (*METHODS, "--reveal", "--plan", "--keep-ratio", "--data-dir"):
         assert word in done.stdout
     assert "--run-dir" not in done.stdout
-
-
-def test_user_errors_end_with_code_2_and_one_line():
-    done = run_bench("compare", "--bogus")
-    assert done.returncode == USAGE
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("prunex_mpi.bench: error:")

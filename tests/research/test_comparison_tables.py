@@ -29,13 +29,10 @@ from prunex_mpi.tools.report.comparisons import MOST_CURVES_DRAWN, curves_of, fr
 
 def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
     def tuning(row: str, chance: bool, **accuracies: float | None) -> Tuning:
-        runs = [
-            Outcome(
-                row, 1, 0.1, a and replace(RAN, accuracy=a), point={"lr": float(lr[1:]), "x": "a"}
-            )
-            for lr, a in accuracies.items()
-        ]
-        return Tuning(row, tuple(runs), chance)
+        points = [{"lr": float(lr[1:]), "x": "a"} for lr in accuracies]
+        ran = [a and replace(RAN, accuracy=a) for a in accuracies.values()]
+        pairs = zip(ran, points, strict=True)
+        return Tuning(row, tuple(Outcome(row, 1, 0.1, r, point=p) for r, p in pairs), chance)
 
     tunings = (
         tuning("dense", False, _1=0.5, _2=0.75, _4=0.25),
@@ -131,19 +128,11 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
 
 
 def test_rows_have_places_but_for_those_tuned_at_chance():
-    runs = [
-        o
-        for a, row in ((0.5, "a"), (0.6, "b"), (0.5, "c"), (0.7, "d"))
-        for o in outcomes(row, accuracy=a)
-    ]
+    given = zip("abcd", (0.5, 0.6, 0.5, 0.7), strict=True)
+    runs = [run for row, accuracy in given for run in outcomes(row, accuracy=accuracy)]
     tunings = (Tuning("d", (runs[-1],), chance=True), Tuning("a", (runs[0],), chance=False))
     table = results_table(comparison(runs, tunings=tunings))
-    assert {row: cells(table, row)["place"] for row in "abcd"} == {
-        "a": 2,
-        "b": 1,
-        "c": 2,
-        "d": None,
-    }
+    assert [cells(table, row)["place"] for row in "abcd"] == [2, 1, 2, None]
     assert any(note.startswith("d: no better than guessing") for note in table.notes)
 
 
@@ -178,19 +167,11 @@ def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
     shares = {"row 1": 0.5, "row 2": 0.97}
 
     def drawn(count: int) -> tuple[list[str], int]:
-        runs = [
-            Outcome(
-                row,
-                0,
-                0.1,
-                replace(
-                    RAN,
-                    curve=(RAN.curve[0], replace(RAN.curve[1], accuracy=accuracy)),
-                    parameters_left=round(RAN.parameters_left * shares.get(row, 1.0)),
-                ),
-            )
-            for row, accuracy in list(ran.items())[:count]
-        ]
+        runs = []
+        for row, accuracy in list(ran.items())[:count]:
+            curve = RAN.curve[0], replace(RAN.curve[1], accuracy=accuracy)
+            left = round(RAN.parameters_left * shares.get(row, 1.0))
+            runs += outcomes(row, curve=curve, parameters_left=left)
         with styled():
             panel = make_figure(comparison(runs), {}).axes[0]
         hollow = [c[0] for c in panel.containers if c[0].get_markerfacecolor() == "white"]
@@ -209,9 +190,7 @@ def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
 @pytest.mark.parametrize("rows", [2, 25, 60])
 def test_the_legend_of_a_figure_fits_into_it(rows):
     with styled():
-        figure = make_figure(
-            comparison([Outcome(f"row {n}", 0, 0.1, RAN) for n in range(rows)]), {}
-        )
+        figure = make_figure(comparison(outcomes(*(f"row {n}" for n in range(rows)))), {})
         figure.draw_without_rendering()
         legend = figure.legends[0].get_window_extent()
     assert len(figure.legends[0].get_texts()) == rows

@@ -12,7 +12,7 @@ from prunex_mpi import bench
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.research.figures import run_figures
 from prunex_mpi.research.figures.draw_figure import ratios, scaling
-from prunex_mpi.research.figures.figure_options import FIGURES, parse
+from prunex_mpi.research.figures.figure_options import FIGURES
 from prunex_mpi.research.figures.run_figures import Drawn, frame, setup_words
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.read_runs import read_run
@@ -77,15 +77,6 @@ def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
     assert not any(box.overlaps(axes.get_tightbbox()) for axes in drawn.figure.axes)
 
 
-def test_payload_is_told_beside_the_paper_s(run: Path) -> None:
-    with styled():
-        found = below(run_figures.payload([read_run(run)]))
-    assert found["prunex"] == (
-        "dense 4.00 MiB, at the end 2.00 MiB: 50.0 %",
-        "about 220 MB falling to about 40 %",
-    )
-
-
 def test_dense_is_labelled_as_what_it_is(run: Path, tmp_path: Path) -> None:
     dense = make_run(tmp_path / "dense", iterations=4, method="dense")
     with styled():
@@ -122,28 +113,6 @@ def test_values_of_the_paper_stand_where_they_belong(tmp_path: Path) -> None:
     ]
     assert [row.what for row in payload.rows if "50.3 %" in row.why] == ["prunex (0)"]
     assert {row.what.endswith("primal") for row in ranks.rows if row.paper != "-"} == {True}
-
-
-def test_layers_are_named_and_can_be_chosen(run: Path) -> None:
-    with styled():
-        drawn = run_figures.of_layers(read_run(run))
-        names = read_names(drawn)
-        chosen = run_figures.of_layers(read_run(run), names[-1:])
-    assert 1 < len(names) <= run_figures.TOP_LAYERS
-    assert read_names(chosen) == names[-1:]
-
-
-def read_names(drawn: Drawn) -> list[str]:
-    (legend,) = drawn.figure.legends
-    return [text.get_text() for text in legend.get_texts()]
-
-
-def test_dense_has_the_same_bytes_in_every_figure(tmp_path: Path) -> None:
-    dense = read_run(make_run(tmp_path / "dense", iterations=4, method="dense"))
-    with styled():
-        ((accuracy, _),) = below(run_figures.accuracy([dense])).values()
-        ((volume, _),) = below(run_figures.volume([dense])).values()
-    assert accuracy.split(", ")[-1] == volume.split(" → ")[-1]
 
 
 def test_volumes_of_the_paper_s_models_stand_beside_ours(tmp_path: Path) -> None:
@@ -187,14 +156,6 @@ def test_scaling_is_measured_over_ranks(tmp_path: Path) -> None:
     assert len(panel.lines) == 2
     assert share.lines[0].get_xydata().tolist() == [[1, 100], [4, pytest.approx(50)]]
     assert panel.lines[0].get_xydata().tolist() == [[1, 1], [4, pytest.approx(2)]]
-
-
-def test_scaling_counts_images_where_steps_are_counted(tmp_path: Path) -> None:
-    # Twice the ranks do twice the work in the same time.
-    paths = [scaled(tmp_path / str(n), n, 6.0, local_steps=4, local_epochs=0) for n in (1, 2)]
-    with styled():
-        drawn = scaling([read_run(path) for path in paths])
-    assert drawn.rows[0].here.startswith("2.00 on 2 times")
 
 
 def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path: Path) -> None:
@@ -283,13 +244,6 @@ def test_patterns_are_those_of_the_weights(run: Path) -> None:
     assert list(run_figures.read_weights(read_run(run), ())) == ["a.weight"]
 
 
-def test_large_patterns_are_drawn_as_shares() -> None:
-    kept = np.zeros((3, 4 * run_figures.CELLS), dtype=bool)
-    kept[:, ::2] = True
-    cells = run_figures.shrunk(kept)
-    assert cells.shape == (3, run_figures.CELLS) and (cells == 0.5).all()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -331,12 +285,6 @@ def test_what_cant_be_drawn_is_one_line(
     assert code == (
         UNREADABLE if any(n in arguments for n in own) and words != "of one run" else USAGE
     )
-
-
-def test_flags_of_other_figures_are_refused_before_anything_is_read() -> None:
-    with pytest.raises(UserError, match="figures 11 and 13"):
-        parse(["5", "nowhere", "--layers", "a"])
-    assert parse(["6b", "a", "b"]).output == "figure-6b.svg"
 
 
 def test_what_differs_from_the_paper_is_named(run: Path) -> None:
