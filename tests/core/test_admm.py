@@ -18,7 +18,6 @@ from prunex_mpi.core.admm import (
     compute_residuals,
     decay_of_layers,
     step_duals_,
-    sum_candidate,
     update_penalty,
     weigh_candidate,
 )
@@ -68,12 +67,6 @@ def test_the_candidate_weighs_mean_and_consensus(
     state.scratch.copy_(total)
     found = weigh_candidate(state, decays, 3, state.scratch)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
-
-
-def test_without_duals_the_candidate_is_theta(state: State) -> None:
-    assert torch.equal(sum_candidate(state), state.theta + state.u)
-    state.consensus_sgd = True
-    assert torch.equal(sum_candidate(state), state.theta)
 
 
 def test_duals_take_over_the_gaps_and_norms_are_of_the_new_ones(state: State) -> None:
@@ -195,23 +188,6 @@ def test_stopping_test_turns_where_the_naive_one_does() -> None:
     assert False in answers
 
 
-@pytest.mark.parametrize("violated", ["intra_primal", "intra_dual", "inter_primal", "inter_dual"])
-def test_each_of_the_four_conditions_can_stop_convergence(violated: str) -> None:
-    calm = NormSums(*np.zeros((9, 1)))
-    gap = {
-        "intra_primal": "theta_minus_z_node",
-        "intra_dual": "z_node_step",
-        "inter_primal": "z_node_minus_z",
-        "inter_dual": "z_step",
-    }[violated]
-    rho = np.ones(1)
-    for value, expected in ((4.0 * RANKS, True), (4.1 * RANKS, False)):
-        sums = calm._replace(**{gap: np.array([value])})
-        # The floor is sqrt(N n) eps_abs with n = 4 and eps_abs = 1.
-        found = compute_residuals(sums, np.array([4.0]), RANKS, rho, rho, 1.0, 0.0)
-        assert bool(found.converged[0]) is expected
-
-
 @pytest.mark.parametrize(
     ("gap", "scale", "against", "threshold"),
     [
@@ -274,13 +250,6 @@ def test_ramp_grows_up_to_the_limit_whatever_the_residuals() -> None:
     assert seen == [3.0, 6.0, 10.0, 10.0]
 
 
-@pytest.mark.parametrize("rule", ["fixed", "ramp", "balance"])
-def test_the_old_penalties_are_left_alone(rule: str) -> None:
-    rho = np.full(6, 1.0)
-    update_penalty(rho, PRIMAL, DUAL, rule, 2.0, 10.0)
-    assert np.array_equal(rho, np.full(6, 1.0))
-
-
 RAMP = {
     "groups": ("coupled",),
     "outer_iterations": 9,
@@ -296,8 +265,8 @@ RAMP = {
 }
 
 
-def run(dropped, ranks_per_node=2, grows=0):
-    """Return of each outer iteration (mask, theta and u where z has nothing).
+def run(dropped, ranks_per_node, grows):
+    """Return the mask of each outer iteration.
 
     Theta hardly moves, but after iteration `grows`, when it becomes large where z has nothing.
     """
@@ -308,11 +277,7 @@ def run(dropped, ranks_per_node=2, grows=0):
         stream = RandomStream(WORLD.rank, torch.float64)
         for record, state in run_driver(topology, settings, CoupledNet().double(), stream):
             masks = element_masks(state)
-            outside = []
-            for flat in (state.theta, state.u):
-                parts = by_name(flat, state)
-                outside.append(torch.cat([parts[n][~m].abs() for n, m in masks.items()]))
-            found.append((state.mask.copy(), *outside))
+            found.append(state.mask.copy())
             for name, mask in masks.items() if record["iteration"] == grows else ():
                 by_name(state.theta, state)[name][~mask] *= 100
     return found
@@ -323,30 +288,10 @@ def run(dropped, ranks_per_node=2, grows=0):
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_shrunk_groups_come_back_and_cut_ones_do_not_by_themselves(ranks_per_node):
     for dropped in ("shrink", "cut"):
-        masks = [mask for mask, _, _ in run(dropped, ranks_per_node, grows=5)]
+        masks = run(dropped, ranks_per_node, grows=5)
         assert (masks[5] == masks[4]).all() == (dropped == "cut")
         if dropped == "shrink":
             # Half of the groups of each set were out, and all of them are large now; so are some
             # that were in, by what they read of the others.
             assert (masks[5] & ~masks[4]).sum() > 0.75 * masks[5].sum()
         assert (masks[6] == masks[5]).all() and (masks[8] == masks[6]).all()
-
-
-@pytest.mark.mpi
-@pytest.mark.any_mpi
-def test_duals_of_dropped_groups_are_nothing_and_theta_lives_on():
-    for _, theta, u in run("shrink")[1:6]:
-        assert not u.any()
-        assert theta.numel() and theta.any()
-    for _, theta, _ in run("shrink")[6:]:
-        assert not theta.any()
-
-
-@pytest.mark.mpi
-@pytest.mark.any_mpi
-def test_shrunk_groups_are_nothing_before_the_freeze():
-    shrunk = [float(theta.norm()) for _, theta, _ in run("shrink")]
-    # Dropped from iteration 2 on, and the freeze is at the end of 7.
-    assert shrunk[1] > 0 and shrunk[6] == 0.0
-    # The mask no longer changes from 5 on: 2/3, 1/2 and 0 of it.
-    assert shrunk[5] / shrunk[4] == pytest.approx(1 / 2, rel=1e-5)

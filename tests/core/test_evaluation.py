@@ -235,13 +235,8 @@ def test_gradients_that_the_model_itself_has_detached_are_noticed(refuse) -> Non
 
 
 DECAY = 0.7
-RUN = {
-    "model": "resnet8-w4",
-    "outer_iterations": 6,
-    "local_steps": 3,
-    "model_ema_decay": DECAY,
-    "lr": 0.05,
-}
+RUN = {"model": "resnet8-w4", "outer_iterations": 6, "local_steps": 3, "lr": 0.05}
+RUN |= {"model_ema_decay": DECAY}
 # One of float32 beside one of float64.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 FLAT = "flat consensus"

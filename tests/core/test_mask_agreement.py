@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from driving import wires_of
-from nodes import NODE_SHAPES, WORLD, nodes_of
+from driving import assert_alike_on_all_ranks, wires_of
+from nodes import NODE_SHAPES, nodes_of
 from torch import nn
 
 from prunex_mpi.config.resolve import make
@@ -82,12 +82,6 @@ def erase(state: State, selection: Selection, flat: np.ndarray, bits: np.ndarray
     flat[elements.reshape(-1)] = 0
 
 
-def assert_alike_on_all_ranks(mask: np.ndarray) -> None:
-    every = np.empty((WORLD.size, mask.size), dtype=np.uint8)
-    WORLD.Allgather(mask.astype(np.uint8), every)
-    assert np.array_equal(every, np.broadcast_to(mask, every.shape))
-
-
 @pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
 def test_local_projection_is_the_best_support_of_its_own_candidate(kinds: tuple[str, ...]) -> None:
     state = prepare(kinds)
@@ -128,28 +122,12 @@ def test_vote_is_the_best_shared_support_for_nodes_of_any_size(
         node_size, is_leader = topology.node_size, topology.is_leader
     assert mask.dtype == bool
     assert np.array_equal(mask, expected)
-    assert_alike_on_all_ranks(mask)
+    assert_alike_on_all_ranks(torch.from_numpy(mask))
     counts = [selections[-1].stop - selections[0].start for selections in state.groups.kinds]
     voted = sum(8 * count + -(-count // 8) for count in counts)
     assert traffic.mask == (voted if is_leader else 0)
     assert traffic.intra == (-(-state.groups.total // 8) if node_size > 1 else 0)
     assert traffic.payload == traffic.evaluate == 0
-
-
-@pytest.mark.mpi(min_size=4)
-def test_vote_weighs_nodes_by_their_ranks() -> None:
-    state = prepare(("filter",))
-    with nodes_of(3) as topology:
-        wires = wires_of(topology)
-        assert topology.node_sizes == (3, 1)
-        flats = [candidate(state, node) for node in range(2)]
-        weighted = best_shared_mask(state, flats, (3, 1))
-        assert not np.array_equal(weighted, best_shared_mask(state, flats, (1, 1)))
-        mask = np.zeros(state.groups.total, dtype=bool)
-        if topology.is_leader:
-            mine = torch.from_numpy(flats[topology.node_index])
-            mask = agree_by_vote(wires.workers, mine, state, 1.0, 1, topology.node_size)
-        assert np.array_equal(wires.node.broadcast_bits(mask), weighted)
 
 
 @pytest.mark.mpi
@@ -169,20 +147,4 @@ def test_or_is_the_union_of_the_leaders_masks(ranks_per_node: int) -> None:
         assert traffic.intra == (3 if topology.node_size > 1 else 0)
     assert mask.dtype == bool
     assert np.array_equal(mask, masks.any(axis=0))
-    assert_alike_on_all_ranks(mask)
-
-
-@pytest.mark.mpi
-def test_vote_of_equal_energies_keeps_the_lower_indices_everywhere() -> None:
-    state = prepare(("channel",))
-    with nodes_of(2) as topology:
-        wires = wires_of(topology)
-        mask = np.zeros(state.groups.total, dtype=bool)
-        if topology.is_leader:
-            ones = torch.ones(state.layout.numel, dtype=torch.float64)
-            mask = agree_by_vote(wires.workers, ones, state, 1.0, 1, topology.node_size)
-        mask = wires.node.broadcast_bits(mask)
-    for s in state.groups.kinds[0]:
-        kept = mask[s.start : s.stop].reshape(s.selections, s.count)
-        assert kept[:, : -(-2 * s.count // 5)].all()
-        assert not kept[:, -(-2 * s.count // 5) :].any()
+    assert_alike_on_all_ranks(torch.from_numpy(mask))

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from prunex_mpi.config.resolve import make
@@ -16,16 +15,6 @@ def step_towards(z, mean, memory, settings):
     state = SimpleNamespace(z=mean.clone(), last_z=z.clone(), memory=memory)
     outer_step_(state, settings)
     return state.z
-
-
-def test_the_outer_step_is_that_of_algorithm_1():
-    """Outer gradient: where the round began less the mean; Nesterov, 0.7 and 0.9, by hand."""
-    z, settings = torch.tensor([1.0], dtype=torch.float64), make(method="diloco")
-    memory = outer_memory(z)
-    # 1 - 0.7 (0.2 + 0.9 0.2), then b = 0.9 0.2 + 0.034: 0.734 - 0.7 (0.034 + 0.9 0.214).
-    for mean, wanted in ((0.8, 0.734), (0.7, 0.57538)):
-        z = step_towards(z, torch.tensor([mean], dtype=torch.float64), memory, settings)
-        assert z.item() == pytest.approx(wanted, rel=1e-14)
 
 
 def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum():

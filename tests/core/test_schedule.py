@@ -170,20 +170,6 @@ def test_the_warm_up_has_the_interval_that_follows_it():
     assert lengths(settings, 2)[:2] == [6, 6]
 
 
-def test_other_methods_have_rounds_of_one_length():
-    for method in ("local-sgd", "diloco", "sparseloco", "dense"):
-        assert lengths_of_others(make(method=method, outer_iterations=3)) == [5, 5, 5]
-
-
-def lengths_of_others(settings):
-    context, found = work_of(settings, 5), []
-    for this in rounds(context):
-        found.append(local_steps(context))
-        assert this.last == (this.k == 3)
-        context.state.position.iteration += 1
-    return found
-
-
 def test_evaluations_come_after_as_many_steps_as_those_of_local_sgd():
     settings = make(
         method="qsr", evaluate_every=3, lr=0.05, qsr_alpha=0.301, lr_schedule="constant"

@@ -25,7 +25,6 @@ from prunex_mpi.core.sums import (
     spread_,
     sum_coded_,
     sum_numbers_,
-    whole_blocks,
 )
 
 CODES = ("fp16", "bf16", "int8", "int4", "int2", "int8sum")
@@ -142,10 +141,6 @@ def test_integers_of_the_most_leaders_add_up_in_a_byte() -> None:
         assert coded.levels >= 7
 
 
-def test_vectors_are_filled_up_to_whole_blocks() -> None:
-    assert [whole_blocks(n) for n in (0, 1, 127, 128, 129)] == [0, 128, 128, 128, 256]
-
-
 NUMEL = 101
 
 
@@ -174,16 +169,6 @@ def test_sums_reach_everyone(up: int, down: int, monkeypatch) -> None:
         assert torch.equal(found, wanted)
         assert_alike_on_all_ranks(found)
         assert wire.traffic.payload == bytes_handed_over(NUMEL, WORLD.size, up, down)
-
-
-def test_the_way_that_takes_fewer_bits() -> None:
-    """Per number (W - 1) up against (W - 1)/W (up + down)."""
-    for workers in range(2, 40):
-        for up, down in ((1, 1), (1, 2), (2, 4), (2, 8)):
-            to_all = (workers - 1) * up
-            by_shares = (workers - 1) * (up + down) / workers
-            assert goes_to_all(workers, up, down) == (to_all <= by_shares)
-    assert [goes_to_all(w, 2, 4) for w in (1, 2, 3, 4)] == [True, True, True, False]
 
 
 def test_bytes_by_hand() -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,7 @@ def quiet(monkeypatch):
 def compared(flags: list[str], folder, status: int = 0) -> tuple[dict[str, Table], str]:
     """Run a comparison; return its tables by their first word, as written, and where it wrote."""
     place = broadcast_text(WORLD, str(folder))
-    if WORLD.rank == 0:
-        Path(place).mkdir(exist_ok=True)
-    WORLD.Barrier()
+    on_rank_0(lambda: Path(place).mkdir(exist_ok=True))
     files = [f"--dir={place}/runs", f"--json={place}/tables.json"]
     options = parse([*TINY, f"--train-samples={10 * WORLD.size}", *flags, *files])
     assert compare(WORLD, options) == status
@@ -226,6 +225,13 @@ def test_what_says_where_values_belong_is_told_from_the_values(quiet, tmp_path):
     assert cells(tables["The"], "omnireduce")["metadata %"] == pytest.approx(100 * share)
 
 
+def on_rank_0(action: Callable[[], object]) -> None:
+    """Let rank 0 do something before any rank goes on."""
+    if WORLD.rank == 0:
+        action()
+    WORLD.Barrier()
+
+
 def write_plan(folder: Path, *rows: str, trials: int = 2) -> str:
     """Write a plan with these rows on world rank 0; return the flag that names it."""
     path = Path(broadcast_text(WORLD, str(folder))) / "plan.toml"
@@ -295,9 +301,7 @@ def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, 
     assert cells(tables["Comparison:"], "dense")["validation accuracy %"] is not None
     assert column(tables["To"], "seeds")
 
-    if WORLD.rank == 0:
-        (images / "kept").rename(images / "test")
-    WORLD.Barrier()
+    on_rank_0(lambda: (images / "kept").rename(images / "test"))
     tables, place = compared([*flags, "--reveal"], tmp_path)
     assert len(trained) == 8
     after = whole(place)
@@ -315,9 +319,7 @@ def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, 
     assert cell["seed 0"] == pytest.approx(100 * tested[0]["accuracy"])
     # No second look, whatever has become of them.
     WORLD.Barrier()
-    if WORLD.rank == 0:
-        (images / "test").rename(images / "kept")
-    WORLD.Barrier()
+    on_rank_0(lambda: (images / "test").rename(images / "kept"))
     for more in (["--reveal"], ["--resume"]):
         compared([*flags, *more], tmp_path)
         again = whole(place)
@@ -331,9 +333,7 @@ def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, 
         compared([*flags, "--reveal"], tmp_path)
     with pytest.raises(UserError, match=r"another plan .* was revealed there"):
         compared([*flags, "--batch-size=2", "--resume"], tmp_path)
-    if WORLD.rank == 0:
-        Path(f"{place}/runs/outcomes/dense-1.json").unlink()
-    WORLD.Barrier()
+    on_rank_0(lambda: Path(f"{place}/runs/outcomes/dense-1.json").unlink())
     with pytest.raises(UserError, match=r"dense-1 is missing .* whose plan was revealed"):
         compared([*flags, "--resume"], tmp_path)
 
@@ -376,9 +376,7 @@ def test_a_row_that_diverges_or_fails_says_so_and_ends_no_other(quiet, tmp_path,
 @pytest.mark.mpi
 def test_a_directory_that_is_there_is_refused_before_anything_runs(quiet, tmp_path):
     place = broadcast_text(WORLD, str(tmp_path))
-    if WORLD.rank == 0:
-        (tmp_path / "topk-1").mkdir()
-    WORLD.Barrier()
+    on_rank_0(lambda: (tmp_path / "topk-1").mkdir())
     flags = ["--methods", "dense", "topk", "--seeds", "0", "1", f"--dir={place}"]
     with pytest.raises(UserError, match="topk-1 is there already"):
         compare(WORLD, parse([*TINY, *flags]))
@@ -524,20 +522,14 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     WORLD.Barrier()
     with pytest.raises(UserError, match="other ranks on nodes \\('9 9'; here"):
         compare(WORLD, parse(again))
-    if WORLD.rank == 0:
-        outcome.write_text(kept, encoding="utf-8")
-    WORLD.Barrier()
+    on_rank_0(lambda: outcome.write_text(kept, encoding="utf-8"))
     with pytest.raises(UserError, match="is there already; --resume"):
         compare(WORLD, parse([word for word in again if word != "--resume"]))
-    if WORLD.rank == 0:
-        (tmp_path / "runs" / "outcomes" / "local-sgd-0.json").write_text("{", encoding="utf-8")
-    WORLD.Barrier()
+    on_rank_0(lambda: outcome.write_text("{"))
     with pytest.raises(UserError, match="can't be read"):
         compare(WORLD, parse(again))
     # Nor is a run of somebody's removed that has the name of one, as what an interrupted one left.
-    if WORLD.rank == 0:
-        (tmp_path / "runs" / "outcomes" / "local-sgd-0.json").unlink()
-    WORLD.Barrier()
+    on_rank_0(outcome.unlink)
     with pytest.raises(UserError, match="does not know"):
         compare(WORLD, parse(again))
     run = Path(place) / "runs" / "local-sgd-0"
