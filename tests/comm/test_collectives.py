@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.base.units import ring_bytes
 from prunex_mpi.comm import collectives
 from prunex_mpi.comm.collectives import (
     LEAST_SHARE_BYTES,
@@ -410,17 +409,6 @@ def test_rows_that_reach_too_far_go_through_buckets(far: bool, monkeypatch) -> N
     test_rows_go_to_the_ranks_of_their_number(200, False)
     reach = collectives.within_reach(transports()[0], torch.empty(1, 23))
     assert (reach.staging is not None) == far
-
-
-@pytest.mark.mpi
-def test_a_sum_of_halves_counts_as_a_reduction_and_a_deal_as_one_pass() -> None:
-    wire = wire_of(WORLD)
-    wire.reduce_halves_(torch.ones(10, dtype=torch.float16))
-    assert wire.traffic == Traffic(payload=20, sent=ring_bytes(WORLD.size, 20))
-    wire.deal_(torch.ones(WORLD.size, 3), torch.ones(WORLD.size, 3))
-    each = 12 * WORLD.size
-    assert wire.traffic.payload == 20 + each
-    assert wire.traffic.sent == ring_bytes(WORLD.size, 20) + ring_bytes(WORLD.size, each, passes=1)
 
 
 @pytest.mark.mpi

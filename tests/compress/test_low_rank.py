@@ -82,17 +82,6 @@ def test_what_is_sent_and_what_is_left_are_the_gradient(rank: int) -> None:
         assert torch.linalg.matrix_rank(sent) == rank
 
 
-def test_full_rank_sends_everything() -> None:
-    layout = new_layout()
-    # No setting asks for it, since it does not pay.
-    split = Split(5, layout.segments[4:5], layout.segments[:4] + layout.segments[5:])
-    before = noise(layout.numel)
-    residual = before.clone()
-    received = compress(residual, new_right_factors(split, 0, before), split)
-    assert (received - before).abs().max() < 1e-10
-    assert residual.abs().max() < 1e-10
-
-
 def test_repeated_steps_find_the_best_approximation() -> None:
     """The warm start makes one matrix's steps a power iteration on it."""
     layout = new_layout()

@@ -85,16 +85,6 @@ def test_samples_are_as_large_as_the_authors(numel, ratio, sample, stride) -> No
     assert stride == 1 or numel // stride >= max(numel * sample, 2 / ratio)
 
 
-def test_momentum_is_corrected_as_in_the_authors_memory() -> None:
-    """DGCSGDMemory.compensate by hand, with momentum 1/2 and gradients 4 and 2."""
-    momentum, residual = torch.zeros(1), torch.zeros(1)
-    found = []
-    for gradient in (4.0, 2.0):
-        accumulate_(momentum, residual, torch.tensor([gradient]), 0.5)
-        found += [float(momentum), float(residual)]
-    assert found == [4, 4, 4, 8]
-
-
 # 198 elements of which 20 are to be sent; every ninth of them, 22, is drawn, of these 3 are above.
 NUMEL, DRAWN, SELECTS = 198, 9, 20
 
