@@ -9,12 +9,9 @@ from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.methods import powersgd
-from prunex_mpi.methods.exchanges import memory_of
-from prunex_mpi.models.layout import build_layout
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -56,14 +53,6 @@ def test_gradients_of_no_higher_rank_arrive_whole(aggregation, ranks_per_node) -
     assert (found["dense"] - found["powersgd"]).abs().max() < 1e-10
     assert states[-1].memory["own.residual"].abs().max() < 1e-10
     assert records[0]["bytes"]["payload"] < 0.6 * records[0]["bytes"]["dense"]
-
-
-def test_a_rank_larger_than_the_matrices_is_refused_on_every_rank() -> None:
-    model = new_model()
-    layout = build_layout(model)
-    settings = make(method="powersgd", powersgd_rank=14, **COMMON)
-    with pytest.raises(UserError, match=r"1\.weight, 16 x 108, takes the largest, 13"):
-        memory_of(settings, layout, torch.zeros(layout.numel))
 
 
 def three_by_three(rank: int) -> RunContext:

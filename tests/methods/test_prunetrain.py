@@ -230,17 +230,6 @@ def widths(model):
     return sum(m.num_features for m in model.modules() if hasattr(m, "running_mean"))
 
 
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_with_mixed_precision_all_ranks_stay_alike(amp):
-    settings = make(aggregation="hierarchical", amp=amp, **COMMON)
-    with nodes_of(2) as topology:
-        stream = RandomStream(WORLD.rank, torch.float32)
-        for record, state in run_driver(topology, settings, new_net(torch.float32), stream):
-            assert_alike_on_all_ranks(state.theta)
-            assert np.isfinite(record["train_loss"])
-    assert record["density"] < 1
-
-
 def test_one_channel_of_each_set_stays():
     settings = make(**{**COMMON, "prunetrain_threshold": 100.0, "outer_iterations": 2})
     model = new_net()
