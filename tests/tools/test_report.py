@@ -30,7 +30,7 @@ from prunex_mpi.research.compare.outcomes import Outcome, Point, to_dict
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.tools import drawing
 from prunex_mpi.tools.report import one_run, read_runs, run_pictures, several_runs, write_report
-from prunex_mpi.tools.report.one_run import duration_words, lead, size_words
+from prunex_mpi.tools.report.one_run import lead
 from prunex_mpi.tools.report.page import Page
 from prunex_mpi.tools.report.read_runs import (
     COLUMNS,
@@ -141,13 +141,12 @@ def test_the_page_needs_nothing_else(written: Path) -> None:
     inner = [r for r in found.references if not r.startswith("data:")]
     assert inner and all(r.startswith("#") for r in inner)
     assert {r[1:] for r in inner} <= set(found.identifiers)
-    assert "@import" not in written.read_text(encoding="utf-8")
-    assert not re.search(r"url\((?!#)", written.read_text(encoding="utf-8"))
-
-
-def test_no_two_pictures_share_an_identifier(written: Path) -> None:
-    identifiers = read(written).identifiers
-    assert len(identifiers) == len(set(identifiers)) > 50
+    text = written.read_text(encoding="utf-8")
+    assert "@import" not in text and not re.search(r"url\((?!#)", text)
+    # Names are shown letter by letter, and no two pictures share an identifier.
+    assert f"Run {' '.join(ODD.split())}" in text_of(written) and "<b>&" not in text
+    assert len(found.identifiers) == len(set(found.identifiers)) > 50
+    assert 100 * KIB < written.stat().st_size < MB
 
 
 def test_an_identifier_is_there_once_whatever_matplotlib_writes() -> None:
@@ -163,12 +162,11 @@ def test_an_identifier_is_there_once_whatever_matplotlib_writes() -> None:
     assert {reference[1:] for reference in page.references} <= set(found)
 
 
-def test_the_page_is_small(written: Path) -> None:
-    assert 100 * KIB < written.stat().st_size < MB
-
-
-def test_the_page_shows_all_that_was_recorded(page: Page) -> None:
+def test_the_page_shows_all_that_was_recorded(written: Path, page: Page) -> None:
     names = {picture.name for section in page.sections for picture in section.pictures}
+    files = {path.stem: path for path in (written.parents[1] / "pic tures").iterdir()}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files.values())
+    assert names == set(files)
     assert names == {
         *("learning-iterations", "learning-seconds", "learning-bytes", "bytes", "seconds"),
         *("ranks", "lost", "density", "density-layers"),
@@ -205,11 +203,6 @@ def test_tables_tell_settings_versions_topology_and_the_end(written: Path) -> No
     assert "warmup-iterations" not in text
 
 
-def test_a_name_is_shown_letter_by_letter(written: Path, run: Path) -> None:
-    assert f"Run {' '.join(ODD.split())}" in text_of(written)
-    assert "<b>&" not in written.read_text(encoding="utf-8")
-
-
 def test_legends_cover_nothing_and_labels_do_not_touch(page: Page) -> None:
     for section in page.sections:
         for picture in section.pictures:
@@ -237,12 +230,6 @@ def test_everything_lies_inside_its_picture(page: Page) -> None:
             tight = picture.figure.get_tightbbox().transformed(picture.figure.dpi_scale_trans)
             assert tight.x0 >= whole.x0 - 1 and tight.x1 <= whole.x1 + 1, picture.name
             assert tight.y0 >= whole.y0 - 1 and tight.y1 <= whole.y1 + 1, picture.name
-
-
-def test_pictures_are_written_apart_on_request(written: Path, page: Page) -> None:
-    files = {path.stem: path for path in (written.parents[1] / "pic tures").iterdir()}
-    assert set(files) == {p.name for section in page.sections for p in section.pictures}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files.values())
 
 
 def test_the_same_run_gives_the_same_picture(run: Path) -> None:
@@ -285,6 +272,8 @@ def test_a_run_that_was_broken_off_says_so(tmp_path: Path) -> None:
     assert "ended badly" in text and "19 of 20 outer iterations" in text
     assert "Of the weights that can be pruned 50.0 % are gone" in text
     assert "can't be told" in text
+    preempted = words_of(make_run(tmp_path / "preempted", status="preempted"))
+    assert "was preempted after 20 outer iterations (SIGTERM)" in preempted
 
 
 def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
@@ -297,21 +286,11 @@ def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
     assert "still going, or was broken off within the last minute" in words_of(path)
     os.utime(path / "heartbeats/0", (old, old))
     assert read_run(path).status == "broken off"
-
-
-def test_a_row_of_a_comparison_that_still_trains_is_not_broken_off(tmp_path: Path) -> None:
-    # It has no heartbeats. A run that has just begun has nothing else.
-    begun = make_run(tmp_path / "begun", status="")
-    (begun / "metrics.jsonl").unlink()
-    (begun / "heartbeats").mkdir()
-    (begun / "heartbeats/0").write_text("")
-    assert read_runs.how_it_ended(begun, {}) == ("running", "")
-    assert read_run(make_run(tmp_path / "run", status="")).status == "running"
-
-
-def test_a_run_that_was_preempted_says_so(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", status="preempted")
-    assert "was preempted after 20 outer iterations (SIGTERM)" in words_of(path)
+    # A run that has just begun has nothing but heartbeats, the row of a comparison has none.
+    os.utime(path / "heartbeats/0")
+    (path / "metrics.jsonl").unlink()
+    assert read_runs.how_it_ended(path, {}) == ("running", "")
+    assert read_run(make_run(tmp_path / "row", status="")).status == "running"
 
 
 def test_a_run_that_lost_nodes_says_what_that_cost(tmp_path: Path) -> None:
@@ -563,12 +542,6 @@ def test_thinning_keeps_what_sticks_out() -> None:
     assert all(y[int(a)] == b for a, b in zip(thin_x, thin_y, strict=True))
 
 
-def test_few_points_stay_as_they_are() -> None:
-    x, y = np.array([1.0, 2.0, 3.0]), np.array([1.0, np.nan, 2.0])
-    assert [part.tolist() for part in thin(x, y)] == [[1, 3], [1, 2]]
-    assert [len(part) for part in thin(x, np.full(3, np.nan))] == [0, 0]
-
-
 def test_columns_of_long_runs_are_means() -> None:
     edges, starts = binned(np.arange(1.0, 11.0), columns=3)
     assert edges.tolist() == [0.5, 3.5, 6.5, 10.5]
@@ -610,18 +583,6 @@ def test_a_run_of_ten_thousand_iterations_is_a_small_page_soon(tmp_path: Path) -
     assert program.main([str(path)]) == 0
     assert time.process_time() - started < 20
     assert (path / "report.html").stat().st_size < 2 * MB
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.00123, "1.23 ms"), (0.5, "0.5 s"), (59.96, "60 s"), (150, "2 min 30 s"), (9000, "2.5 h")],
-)
-def test_times_are_said_as_people_do(seconds: float, words: str) -> None:
-    assert duration_words(seconds) == words
-
-
-def test_sizes_are_said_in_their_unit() -> None:
-    assert [size_words(x) for x in (5, 2048, 3 * 2**20)] == ["5 bytes", "2.00 KiB", "3.00 MiB"]
 
 
 # What remains of linear red, green and blue to those without one kind of cones (Machado 2009).
