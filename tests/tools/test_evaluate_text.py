@@ -91,13 +91,3 @@ def test_weights_of_other_tokens_are_refused_and_those_of_the_same_taken() -> No
             began = json.loads((folder / "next/initial.json").read_text())
             ended = json.loads((folder / "run/summary.json").read_text())
             assert began["test_loss"] == pytest.approx(ended["test_loss"], rel=1e-6)
-
-
-@pytest.mark.mpi
-def test_a_text_that_is_too_short_or_bad_is_one_line() -> None:
-    with run_folder() as folder:
-        for text, says in (("", "is empty"), (TEXT[:60], "context 8 is longer than")):
-            with pytest.raises(UserError, match=says):
-                train(folder, "run", write(folder / "text", text))
-        with pytest.raises(UserError, match="there is no text in"):
-            train(folder, "run", folder / "nowhere")

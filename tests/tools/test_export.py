@@ -20,7 +20,6 @@ from prunex_mpi import export
 from prunex_mpi.base.errors import FAILURE, UNREADABLE, USAGE, UserError
 from prunex_mpi.base.files import FORMAT
 from prunex_mpi.config import cli
-from prunex_mpi.data.batches import Look, evaluation_batches
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
@@ -116,8 +115,9 @@ def own_run(
     sys.modules.pop("exported_models", None)
 
 
-def exported(run: Path, *flags: str) -> None:
-    assert export.main([str(run), "--repeat", "0", "--model", "exported_models:net", *flags]) == 0
+def exported(run: Path, *flags: str, repeat: str = "0") -> None:
+    flags = ("--repeat", repeat, "--model", "exported_models:net", *flags)
+    assert export.main([str(run), *flags]) == 0
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
@@ -134,12 +134,11 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> s
 def test_a_run_becomes_smaller_and_says_so(
     own_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        export.main(
-            [str(own_run), "--repeat", "1", "--images", "0", "--model", "exported_models:net"]
-        )
-        == 0
-    )
+    # An older network is replaced, and what an export left that was killed.
+    (own_run / "model").mkdir()
+    (own_run / "model/old").write_text("old")
+    (own_run / "model.partial").write_text("")
+    exported(own_run, "--images", "0", repeat="1")
     said = capsys.readouterr().out
     # 8 and 6 channels, half of each.
     assert "removed: 7 of 14 groups of channels" in said
@@ -242,25 +241,6 @@ def test_it_loads_where_only_torch_is(own_run: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     outputs = load_file(tmp_path / "outputs.safetensors")["outputs"]
     torch.testing.assert_close(outputs, masked.double()(images), rtol=0, atol=EXACT)
-
-
-def test_the_normalisation_is_that_of_training(own_run: Path) -> None:
-    """The recorded accuracy is reached only with it."""
-    found = finished_run.read_run(own_run, given=("exported_models:net",))
-    look = Look(found.mean, found.std, "cpu")
-    batches = evaluation_batches(found.test, batch_size=50, look=look)
-    proof = prove(found.model, found.model, batches)
-    assert proof.masked_right == round(60 * found.summary["test_accuracy"])
-
-
-def test_an_older_network_is_replaced(own_run: Path) -> None:
-    (own_run / "model").mkdir()
-    (own_run / "model/old").write_text("old")
-    (own_run / "model.partial").write_text("left by an export that was killed")
-    exported(own_run)
-    assert (own_run / "model/plan.json").exists()
-    assert not (own_run / "model/old").exists()
-    assert not (own_run / "model.partial").exists()
 
 
 def test_what_is_not_equal_is_not_written(
@@ -430,25 +410,6 @@ def test_a_full_disk_is_one_line(
     monkeypatch.setattr(export_run, "save_tensors", full)
     assert "can't be written: No space left on device" in refused(capsys, FAILURE, str(own_run))
     assert not list(own_run.glob("model*"))
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ([], "RUN"),
-        (["run", "--onxx"], "--onnx"),
-        (["run", "--images", "-1"], "--images"),
-        (["run", "--device", "gpu"], "--device"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
-)
-def test_bad_flags_are_one_line(
-    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export.main(flags) == USAGE
-    said = capsys.readouterr()
-    assert words in said.err
-    assert len(said.err.splitlines()) == 1
 
 
 # --------------------------------------------------------------------------------------------------
