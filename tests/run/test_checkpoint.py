@@ -541,9 +541,8 @@ def test_weights_that_are_not_trained_come_back(after: int) -> None:
                 assert not parameter.requires_grad
 
 
+@pytest.mark.mpi(min_size=2)
 def test_what_nodes_did_apart_is_said_to_be_lost_on_others() -> None:
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
     with run_directory() as files:
         with nodes_of(1) as topology:
             first = new_run(topology, "apart")
@@ -557,11 +556,10 @@ def test_what_nodes_did_apart_is_said_to_be_lost_on_others() -> None:
             assert not new_run(topology, "apart").restore(files).lost
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
 @pytest.mark.parametrize("scenario", ["recipe", "paper", "apart"])
 def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after: int) -> None:
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
     # In float64: sums over ranks in another order.
     with run_directory() as files:
         with nodes_of(before) as topology:
@@ -601,6 +599,7 @@ def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after:
                 assert np.abs(total).max() < 1e-12
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("call", [4, 13])
 @pytest.mark.parametrize(
     ("scenario", "before", "after"),
@@ -615,8 +614,6 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
     scenario: str, before: int, after: int, call: int
 ) -> None:
     """What has been exchanged becomes part of z; what rounding left over is dealt out."""
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
     with run_directory() as files:
         with nodes_of(before) as topology:
             first = new_run(topology, scenario, torch.float64)
@@ -653,6 +650,7 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
             assert torch.equal(gone, second.state.z)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("method", "aggregation"),
     [
@@ -667,9 +665,6 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
     ],
 )
 def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggregation: str) -> None:
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
-
     def own(run: Run) -> np.ndarray:
         memory = run.state.memory
         return np.stack([memory[k].numpy() for k in memory if k.startswith("own.")])
@@ -708,9 +703,8 @@ def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggrega
             assert [r["iteration"] for r in second.iterate()] == [4, 5, 6]
 
 
+@pytest.mark.mpi(min_size=2)
 def test_the_moments_of_adamw_go_to_other_nodes_as_means() -> None:
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
     with run_directory() as files:
         with nodes_of(1) as topology:
             first = new_run(topology, "diloco adamw", torch.float64)
@@ -734,11 +728,10 @@ def test_the_moments_of_adamw_go_to_other_nodes_as_means() -> None:
 ADAPTIVE = {"pactrain_adaptive": True, "pactrain_ternary": False, "pactrain_prune_iteration": 0}
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("node_sync", ["step", "outer"])
 def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_sync: str) -> None:
     """Steps before and after count alike in a score, whatever the nodes then and now."""
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
     changes = {"groups": ("coupled",), "score": "gates", "node_sync": node_sync}
     with run_directory() as files:
         with nodes_of(1) as topology:
@@ -756,10 +749,9 @@ def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_s
                 np.testing.assert_allclose(found, mean, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("scenario", "changes"), [("diloco", {}), ("pactrain", ADAPTIVE)])
 def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario: str, changes: dict) -> None:
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
     with run_directory() as files:
         with nodes_of(2) as topology:
             first = new_run(topology, scenario, **changes)

@@ -152,6 +152,7 @@ def test_a_model_that_returns_something_else_is_refused(output) -> None:
         pass
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("settings", "test", "what"),
     [
@@ -160,8 +161,6 @@ def test_a_model_that_returns_something_else_is_refused(output) -> None:
     ],
 )
 def test_ranks_that_would_wait_for_others_for_ever_are_refused(settings, test, what) -> None:
-    if WORLD.size == 1:
-        pytest.skip("there is nobody to differ from")
     changes = settings(WORLD.rank) if callable(settings) else settings
     data = Data(shard(WORLD.rank), test=test(WORLD.rank))
     with (
@@ -202,9 +201,8 @@ def test_maps_of_one_image_are_enough_for_batchnorm(settings) -> None:
         assert len(list(run.outer_iterations())) == settings.outer_iterations
 
 
+@pytest.mark.mpi(min_size=2)
 def test_ranks_with_more_images_than_others_are_refused() -> None:
-    if WORLD.size == 1:
-        pytest.skip("there is nobody to differ from")
     data = Data(shard(WORLD.rank, IMAGES + 4 * WORLD.rank))
     with (
         pytest.raises(UserError, match="numbers or sizes of the images to train on"),

@@ -90,6 +90,7 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
                     assert seconds == [round(s, 6) for s in seconds]
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("scenario", "late", "changes"),
     [
@@ -114,8 +115,6 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
 def test_who_waits_for_a_late_rank_does_not_seem_to_work(
     scenario: str, late: str, changes: dict[str, Any]
 ) -> None:
-    if WORLD.size == 1:
-        pytest.skip("nobody waits")
     with nodes_of(1 if scenario == "flat consensus" else 2) as topology:
         slow = WORLD.size - 1
         heartbeat = Delayed()
@@ -131,9 +130,8 @@ def test_who_waits_for_a_late_rank_does_not_seem_to_work(
         assert WORLD.rank == slow or waited > LEAST_WAIT_S
 
 
+@pytest.mark.mpi(min_size=2)
 def test_who_works_long_does_not_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    if WORLD.size == 1:
-        pytest.skip("nobody waits")
     slow, real = WORLD.size - 1, hsadmm.take_over_
 
     def take_over_(*arguments: Any, **options: Any) -> None:
