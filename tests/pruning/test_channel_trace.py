@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.pruning.channel_trace import Pins
 from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.rules import Rules, attempt, find_coupling_by, find_rules, rules_of
 
@@ -108,12 +107,6 @@ def test_what_cannot_be_followed_stays_and_all_else_is_pruned(
         for s in coupling.sets:
             removed[s.start] = False
         assert attempt(network, coupling, removed, Images(SIDE)) is None
-
-
-def test_the_same_rules_come_back_from_their_text() -> None:
-    pins = Pins(frozenset({("a.b", 3), ("", 0)}), frozenset({("c", 1)}))
-    rules = Rules(frozenset({"x"}), pins)
-    assert rules_of(rules.text()) == rules
 
 
 def test_what_nothing_helps_is_refused_in_one_line() -> None:

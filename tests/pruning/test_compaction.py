@@ -103,19 +103,6 @@ def kept_values(masked: torch.Tensor, layout: Layout, plan: Plan) -> torch.Tenso
     return values.sort().values
 
 
-def test_pieces_tile_the_flat_vector_and_the_payload() -> None:
-    layout, groups = prepare(("filter", "shape"))
-    for mask in masks(groups, seed=3):
-        plan = build_plan(layout, groups, mask, CPU)
-        position = start = 0
-        for piece in plan.pieces:
-            assert (piece.offset, piece.start) == (position, start)
-            position, start = position + piece.numel, start + piece.kept
-        assert (position, start) == (layout.numel, plan.numel)
-    dense = build_plan(layout, groups, np.ones(groups.total, dtype=bool), CPU)
-    assert len(dense.pieces) == 1
-
-
 def test_digests_tell_masks_and_layouts_apart() -> None:
     layout, groups = prepare(("channel",))
     mask = masks(groups, seed=0)[0]

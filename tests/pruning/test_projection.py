@@ -17,7 +17,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.groups import Groups, find_groups, gemm_views, out_of_reach
+from prunex_mpi.pruning.groups import Groups, find_groups, out_of_reach
 from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel, mask_drift
 from prunex_mpi.pruning.projection import group_energies, kept_count, select, with_budget
 
@@ -139,15 +139,6 @@ def test_masks_factors_and_counts_agree_with_walking_over_the_groups(kinds: list
     assert groups.prunable_numel == sum(layer.numel for layer in groups.layers)
 
 
-@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
-def test_projection_is_idempotent(kinds: list[str]) -> None:
-    layout, groups = prepare(Convolutions(), kinds)
-    torch.manual_seed(1)
-    once, _ = project(torch.randn(layout.numel), layout, groups)
-    twice, _ = project(once, layout, groups)
-    assert torch.equal(once, twice)
-
-
 @pytest.mark.parametrize("kind", ["filter", "channel", "shape"])
 def test_ties_go_to_the_lower_index_and_never_to_more_groups(kind: str) -> None:
     layout, groups = prepare(Convolutions(), [kind])
@@ -231,26 +222,6 @@ def test_ratios_per_kind_and_per_layer_and_the_last_pattern_wins() -> None:
     assert found["pointwise.weight", "filter"] == found["pointwise.weight", "channel"] == 0.75
     assert found["plain.weight", "filter"] == found["plain.weight", "channel"] == 0.3
     assert found["grouped.weight", "channel"] == 1.0
-
-
-def test_selections_fill_the_mask_without_gaps() -> None:
-    _, groups = prepare(Convolutions(), ["shape", "filter", "channel"])
-    position = 0
-    for selection in itertools.chain(*groups.kinds):
-        assert selection.start == position
-        position = selection.stop
-    assert position == groups.total
-    assert [s[0].kind for s in groups.kinds] == ["shape", "filter", "channel"]
-
-
-def test_gemm_views_share_memory() -> None:
-    layout, groups = prepare(Convolutions(), ["filter"])
-    flat = torch.zeros(layout.numel)
-    views = gemm_views(flat, layout, groups)
-    assert [tuple(v.shape) for v in views[1:4]] == [(1, 3, 16), (1, 4, 5), (2, 2, 6)]
-    for view in views:
-        view.fill_(1)
-    assert int(flat.sum()) == groups.prunable_numel
 
 
 def test_drift_counts_changed_groups_against_kept_ones() -> None:
