@@ -4,7 +4,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
@@ -187,10 +186,3 @@ def test_texts_differ_by_their_digest(tmp_path: Path) -> None:
         (tmp_path / "text").write_text(content)
         digests.add(prepare(str(tmp_path / "text"), tokenizer).digest)
     assert len(digests) == 3
-
-
-def test_types_are_as_small_as_the_vocabulary_allows() -> None:
-    sizes = (1, 256, 257, 65536, 65537)
-    types = [text_files.type_for(size) for size in sizes]
-    assert types == ["uint8", "uint8", "uint16", "uint16", "uint32"]
-    assert all(np.iinfo(t).max >= size - 1 for t, size in zip(types, sizes, strict=True))

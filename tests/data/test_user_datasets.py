@@ -95,19 +95,6 @@ def test_files_by_a_function_are_those_of_their_folder(
     assert found.found == text
 
 
-def test_the_function_gets_folder_and_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def made(**given: Any) -> Own:
-        asked.append(given)
-        return items()
-
-    monkeypatch.setattr(own_data, "made", made, raising=False)
-    load("made", data_dir="some/where")
-    where = {"data_dir": "some/where"}
-    assert asked == [{**where, "train": True}, {**where, "train": False}]
-
-
 GREY = np.arange(16, dtype=np.uint8).reshape(1, 4, 4)
 COLOURS = np.arange(48, dtype=np.uint8).reshape(3, 4, 4)
 CLEAR = Image.fromarray(np.full((4, 4, 4), 77, dtype=np.uint8), "RGBA")

@@ -91,16 +91,6 @@ def test_parts_of_one_memory_that_do_not_overlap_are_taken() -> None:
     assert build_layout(model) == layout
 
 
-def test_views_share_the_memory_of_the_flat_vector() -> None:
-    layout = build_layout(nn.Conv2d(2, 4, 3))
-    flat = torch.zeros(layout.numel)
-    weight, bias = layout.views(flat)
-    weight[3, 1, 2, 2] = 7
-    bias[0] = 5
-    assert flat[4 * 2 * 9 - 1] == 7
-    assert flat[4 * 2 * 9] == 5
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_model_computes_and_differentiates_in_the_flat_vectors(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -123,29 +113,6 @@ def test_model_computes_and_differentiates_in_the_flat_vectors(dtype: torch.dtyp
     assert torch.equal(model(x), torch.zeros_like(before))
     # The frozen parameter is none of ours.
     assert torch.equal(model.frozen, torch.ones_like(model.frozen))
-
-
-def test_an_optimizer_over_the_flat_vector_is_sgd_on_the_model() -> None:
-    torch.manual_seed(0)
-    # In float64: torch's fused and plain steps round differently.
-    x = torch.rand(8, 3, dtype=torch.float64)
-    models = [nn.Linear(3, 2).double(), nn.Linear(3, 2).double()]
-    models[1].load_state_dict(models[0].state_dict())
-    layout = build_layout(models[0])
-    theta, grad = flatten_(models[0], layout)
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    optimizers = [
-        torch.optim.SGD([theta], fused=True, **options),
-        torch.optim.SGD(models[1].parameters(), **options),
-    ]
-    for _ in range(3):
-        grad.zero_()
-        optimizers[1].zero_grad()
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(x).square().sum().backward()
-            optimizer.step()
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["half", "bfloat16", "mixed", "frozen"])
