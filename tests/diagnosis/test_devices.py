@@ -144,12 +144,6 @@ def test_variables_of_the_vendors_say_whether_mpi_takes_cuda(
     assert devices.claimed_cuda_support() is expected
 
 
-def test_library_is_asked_without_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MPICH_GPU_SUPPORT_ENABLED", "I_MPI_OFFLOAD", "MV2_USE_CUDA"):
-        monkeypatch.delenv(name, raising=False)
-    assert devices.claimed_cuda_support() in (True, False, None)
-
-
 @pytest.mark.usefixtures("_as_in_the_environment")
 def test_probe_passes_on_host_memory_in_a_job_of_its_own() -> None:
     assert devices.probe("cpu") == ""
@@ -196,24 +190,6 @@ def test_probe_reports_a_crash_a_hang_and_a_missing_program(
     assert "TimeoutExpired" in devices.probe("cpu")
     launcher.unlink()
     assert "FileNotFoundError" in devices.probe("cuda")
-
-
-def test_probe_of_one_operation_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> None:
-        commands.append(command)
-        raise OSError("not started")
-
-    monkeypatch.setattr(devices.shutil, "which", lambda _: "mpiexec")
-    monkeypatch.setattr(devices.subprocess, "run", run)
-    devices.probe("cpu", "bor")
-    devices.probe("cpu")
-    assert [command[:3] for command in commands] == [["mpiexec", "-n", "2"]] * 2
-    assert [command[5:] for command in commands] == [
-        ["prunex_mpi.diagnosis.probe", "cpu", "bor"],
-        ["prunex_mpi.diagnosis.probe", "cpu"],
-    ]
 
 
 @pytest.mark.parametrize("library", ["Open MPI v5.0.11", "MPICH 5.0.2"])

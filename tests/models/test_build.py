@@ -75,12 +75,6 @@ def test_stem_follows_image_size_unless_given(image_size: int, stem: str, kernel
     assert isinstance(model.maxpool, nn.Identity) == (kernel == 3)
 
 
-def test_wide_and_grouped_resnets_are_of_the_family() -> None:
-    for name in ("wide_resnet50_2", "resnext50_32x4d"):
-        model = build_model(name, Images(32, 10))
-        assert model.conv1.kernel_size == (3, 3)
-
-
 @pytest.mark.parametrize("name", ["resnet20", "resnet18"])
 def test_weights_follow_the_seed(name: str) -> None:
     models = []
@@ -89,13 +83,6 @@ def test_weights_follow_the_seed(name: str) -> None:
         models.append(build_model(name, Images(32, 10)).state_dict())
     assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
     assert not torch.equal(models[0]["conv1.weight"], models[2]["conv1.weight"])
-
-
-def test_trying_the_model_leaves_statistics_and_training_mode() -> None:
-    model = build_model("resnet8", Images(8, 10))
-    assert model.training
-    assert torch.equal(model.bn1.running_mean, torch.zeros(16))
-    assert int(model.bn1.num_batches_tracked) == 0
 
 
 @pytest.mark.parametrize(
@@ -135,10 +122,6 @@ def test_unknown_name_gets_the_nearest_one() -> None:
 )
 def test_a_stem_that_does_not_fit_is_refused(name: str, stem: str) -> None:
     assert stem in refuse(name, stem=stem)
-
-
-def test_the_cifar_family_accepts_its_own_stem_by_name() -> None:
-    assert count(build_model("resnet8", Images(8, 10), stem="cifar")) == 75_290
 
 
 @pytest.mark.parametrize("name", ["alexnet", "vit_b_16"])

@@ -11,7 +11,6 @@ import torch
 from compared import assert_sane, cells, column, comparison, outcomes
 from filelock import FileLock
 from image_folders import write_folder
-from safetensors.torch import load_file
 
 from mpi4py import MPI
 
@@ -22,7 +21,6 @@ from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.compress.sparse import kept_per_layer
 from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core import evaluation
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, Segment, build_layout
@@ -150,23 +148,6 @@ def compared(flags: list[str], folder, status: int = 0) -> tuple[dict[str, Table
 
 
 @pytest.mark.any_mpi
-@pytest.mark.mpi
-@pytest.mark.parametrize("method", ["prunex", "one-shot"])
-def test_what_was_taken_out_counts_as_zeros(quiet, tmp_path, method):
-    stages = PRUNED_AT_ONCE if method == "prunex" else ["--one-shot-prune-iteration=1"]
-    found = []
-    for number, more in enumerate(([], ["--remove-dropped"])):
-        flags = ["--methods", method, *stages, "--groups", "coupled", *more]
-        place = compared(flags, tmp_path / str(number))[1]
-        whole = json.loads(Path(f"{place}/tables.json").read_text(encoding="utf-8"))
-        found.append(whole["comparison"]["outcomes"][0]["measured"])
-    masked, smaller = found
-    assert masked["zeros"] > 0.5 * masked["weights"]
-    for name in ("parameters", "parameters_left", "weights", "zeros", "line_zeros"):
-        assert masked[name] == smaller[name], name
-
-
-@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
     flags = ["--methods", "dense", "topk", "prunex", *PRUNED_AT_ONCE, "--lr=0.1"]
@@ -210,19 +191,6 @@ def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
         assert total["test_accuracy"] is None
         accuracy = cells(results, method)["validation accuracy %"]
         assert 100 * total["validation"]["accuracy"] == pytest.approx(accuracy)
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi(min_size=2)
-def test_what_says_where_values_belong_is_told_from_the_values(quiet, tmp_path):
-    tables, _ = compared(["--methods", "dgc", "omnireduce", "--dgc-ratio=1"], tmp_path)
-    # All that dgc sends travels whole.
-    assert cells(tables["The"], "dgc")["metadata %"] == 0
-    # Statistics, and in a step three blocks of 256 elements, each with its number.
-    model = build_model("resnet8", Images(8, 10))
-    statistics = sum(2 * m.num_features for m in model.modules() if hasattr(m, "running_var"))
-    share = 3 / (3 * 257 + statistics)
-    assert cells(tables["The"], "omnireduce")["metadata %"] == pytest.approx(100 * share)
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
@@ -550,27 +518,6 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     WORLD.Barrier()
     assert compare(WORLD, parse(again)) == 0
     assert (Path(place) / "runs" / "local-sgd-0" / "summary.json").exists()
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_what_is_kept_of_a_run_is_what_was_evaluated(quiet, tmp_path, monkeypatch):
-    judged = []
-    real = evaluation.judge
-
-    def judge(topology, context, shard):
-        judged.append(context.state.z.clone())
-        return real(topology, context, shard)
-
-    monkeypatch.setattr(evaluation, "judge", judge)
-    _, place = compared(["--methods", "dense", "--model-ema-decay=0.75"], tmp_path)
-    tensors = load_file(f"{place}/runs/dense-0/state.safetensors")
-    names = [name for name in tensors if "running" not in name and "num_batches" not in name]
-    assert torch.equal(
-        torch.cat([tensors[n].flatten() for n in names]).sort()[0], judged[1].sort()[0]
-    )
-    assert len(judged) == 2
-    WORLD.Barrier()
 
 
 @pytest.mark.any_mpi

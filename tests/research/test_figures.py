@@ -13,7 +13,7 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.research.figures import run_figures
 from prunex_mpi.research.figures.draw_figure import ratios, scaling
 from prunex_mpi.research.figures.figure_options import FIGURES
-from prunex_mpi.research.figures.run_figures import Drawn, frame, setup_words
+from prunex_mpi.research.figures.run_figures import Drawn, frame
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.read_runs import read_run
 
@@ -75,51 +75,6 @@ def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
     box, whole = text.get_window_extent(), drawn.figure.bbox
     assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0
     assert not any(box.overlaps(axes.get_tightbbox()) for axes in drawn.figure.axes)
-
-
-def test_dense_is_labelled_as_what_it_is(run: Path, tmp_path: Path) -> None:
-    dense = make_run(tmp_path / "dense", iterations=4, method="dense")
-    with styled():
-        drawn = run_figures.volume([read_run(run), read_run(dense)])
-    (panel,) = drawn.figure.axes
-    words = [text.get_text() for text in panel.get_legend().get_texts()]
-    assert "dense: one full model per OUTER iteration" in words
-    assert "dense: one full model per STEP" in words
-
-
-def test_values_of_the_paper_stand_where_they_belong(tmp_path: Path) -> None:
-    given = (
-        {"method": "prunex", "keep_ratio": [0.5]},
-        {"method": "prunex", "keep_ratio": [0.5], "groups": ["coupled"]},
-        {"method": "pactrain", "keep_ratio": [0.5]},
-        {"method": "dense"},
-    )
-    runs = [
-        read_run(make_run(tmp_path / str(number), iterations=4, **settings))
-        for number, settings in enumerate(given)
-    ]
-    with styled():
-        split = run_figures.split(runs)
-        accuracy = ratios(runs)
-        payload = run_figures.payload(runs)
-        ranks = run_figures.of_ranks(runs[0])
-    assert {row.what.partition(",")[0] for row in split.rows if row.paper != "-"} == {
-        "prunex (0)",
-        "prunex (1)",
-    }
-    assert [row.what for row in accuracy.rows if row.paper != "-"] == [
-        "prunex, channel, keep 0.5",
-        "dense, keep 1",
-    ]
-    assert [row.what for row in payload.rows if "50.3 %" in row.why] == ["prunex (0)"]
-    assert {row.what.endswith("primal") for row in ranks.rows if row.paper != "-"} == {True}
-
-
-def test_volumes_of_the_paper_s_models_stand_beside_ours(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", iterations=4, model="resnet18")
-    with styled():
-        ((here, paper),) = below(run_figures.volume([read_run(path)])).values()
-    assert (here, paper) == ("16.00 MiB → 9.90 MiB", "2.53 → 1.01 GB in 60")
 
 
 def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
@@ -285,8 +240,3 @@ def test_what_cant_be_drawn_is_one_line(
     assert code == (
         UNREADABLE if any(n in arguments for n in own) and words != "of one run" else USAGE
     )
-
-
-def test_what_differs_from_the_paper_is_named(run: Path) -> None:
-    words = setup_words(read_run(run), 4)
-    assert words == "resnet20 on digits with 4 ranks, not ResNet-152 on CIFAR-10 with 64 GPUs"
