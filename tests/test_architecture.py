@@ -320,14 +320,6 @@ def test_the_check_itself_sees_imports_wherever_they_stand() -> None:
     assert names_of_the_world(ast.parse("w = MPI.COMM_WORLD\ngetattr(MPI, 'COMM_WORLD')")) == 2
 
 
-def test_the_check_itself_knows_up_from_down() -> None:
-    assert upwards("comm.wire", ["base.errors", "comm.topology", "models.layout"]) == []
-    assert upwards("comm.wire", ["core.state", "train"]) == ["core.state", "train"]
-    assert upwards("models.build", ["data.batches"]) == ["data.batches"]
-    assert upwards("train", ["run.job", "tools.report.page"]) == []
-    assert upwards("train", ["doctor"]) == ["doctor"]
-
-
 def test_what_the_trees_promise_is_what_python_loads() -> None:
     def loading(modules: Iterable[str]) -> str:
         return "".join(f"import {NAME}.{module}\n" for module in modules)

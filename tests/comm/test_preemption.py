@@ -96,14 +96,6 @@ def test_the_deadline_is_the_flag_s_or_slurm_s(monkeypatch: pytest.MonkeyPatch) 
         assert find_deadline(0.0, 1000.0) is None
 
 
-def test_a_job_of_slurm_that_was_over_before_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell in tmux outlives the job that it was started in, and keeps its variables."""
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
-    with pytest.raises(UserError, match=r"SLURM_JOB_END_TIME says .* ended on 2023-11-1\d .*unset"):
-        find_deadline(0.0, 1.7e9 + 1)
-    assert find_deadline(60.0, 1.8e9) == 1.8e9 + 60
-
-
 def test_safe_points_settle_about_a_second_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The distance in steps follows the time of a step, on a clock of our own."""
     now = [0.0]

@@ -12,7 +12,6 @@ import torch
 from image_folders import damage, write_folder, write_tars
 from jobs import run_job_here
 from nodes import WORLD, nodes_of
-from small_runs import small_run
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
@@ -145,22 +144,3 @@ def test_images_of_one_class_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with nodes_of(2) as topology, pytest.raises(UserError, match="of one class") as caught:
         load_dataset(topology, settings)
     assert caught.value.exit_code == UNREADABLE
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_colours_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = []
-    real = loading.channel_moments
-
-    def moments(*what: object) -> torch.Tensor:
-        measured.append(1)
-        return real(*what)
-
-    monkeypatch.setattr(loading, "channel_moments", moments)
-    given = {"image_mean": (0.1, 0.2, 0.3), "image_std": (0.4, 0.5, 0.6)}
-    for changes in ({}, given):
-        with nodes_of(2) as topology, small_run(topology, "dense", **changes) as context:
-            assert measured == [1]
-            mean, std = context.problem.mean.tolist(), context.problem.std.tolist()
-    assert mean == pytest.approx(given["image_mean"]) and std == pytest.approx(given["image_std"])

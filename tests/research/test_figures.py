@@ -151,40 +151,6 @@ def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
     assert found["dense, keep 1"][1] == "85.96 %"
 
 
-def test_runs_of_other_settings_are_curves_of_their_own(tmp_path: Path) -> None:
-    given = (
-        *({"payload": "int8"}, {"payload": "int4"}, {"payload": "int4", "keep_ratio": [0.25]}),
-        *({"method": "topk"}, {"method": "pactrain", "keep_ratio": [0.3]}),
-    )
-    runs = [
-        read_run(make_run(tmp_path / str(number), iterations=4, seed=number, **settings))
-        for number, settings in enumerate(given)
-    ]
-    with styled():
-        found = below(ratios(runs))
-    assert list(found) == [
-        "prunex, channel, payload int8, keep 0.5",
-        "prunex, channel, payload int4, keep 0.25",
-        "prunex, channel, payload int4, keep 0.5",
-        "topk, keep 1",
-        "pactrain, channel, keep 0.3",
-    ]
-    other = [
-        read_run(make_run(tmp_path / f"other{n}", iterations=4, seed=n, momentum=0.5 * n))
-        for n in (0, 1)
-    ]
-    pretrained = [
-        read_run(make_run(tmp_path / f"pre{n}", iterations=4, seed=n, init_from=f"runs/dense-{n}"))
-        for n in (0, 1)
-    ]
-    with styled():
-        assert len(below(ratios([*runs[2:3], *other]))) == 3
-        assert len(below(ratios([*runs[2:3], *pretrained]))) == 2
-    removing = read_run(make_run(tmp_path / "removing", iterations=8, method="prunetrain"))
-    with pytest.raises(UserError, match="keep ratio: prunetrain has none"):
-        ratios([*runs, removing])
-
-
 def test_patterns_are_those_of_the_weights(run: Path) -> None:
     with styled():
         drawn = run_figures.patterns(read_run(run), ("a", "b.weight"))

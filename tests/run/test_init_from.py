@@ -174,28 +174,6 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended() -> N
         WORLD.Barrier()
 
 
-def test_a_changed_file_is_refused(tmp_path: Path) -> None:
-    from mpi4py import MPI
-
-    settings = make(model=MODEL, init_from=save(tmp_path), init_digest="0" * 64)
-    with pytest.raises(UserError, match="is not the file of before"):
-        pretrained.load_initial_(MPI.COMM_SELF, settings, trained(), Images(8))
-
-
-@pytest.mark.parametrize(
-    ("make_folder", "word"),
-    [
-        (lambda path: None, "no run that ended well"),
-        (lambda path: (path / "plan.json").touch(), "an exported network"),
-        (lambda path: (path / "summary.json").write_text('{"status": "x"}'), "no run that ended"),
-    ],
-)
-def test_folders_that_are_no_run_are_refused(make_folder, word: str, tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    with pytest.raises(UserError, match=word):
-        pretrained.locate(make(init_from=str(tmp_path)))
-
-
 def test_the_classes_of_another_run_are_compared_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,8 +10,6 @@ import pytest
 from nodes import WORLD, nodes_of
 from small_runs import SCENARIOS, small_run
 
-from mpi4py import MPI
-
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.comm.topology import Topology
@@ -173,24 +171,6 @@ def test_residuals_of_ranks_add_up_to_those_of_the_run(scenario: str) -> None:
                 assert len(set(found["inter_primal"])) <= topology.num_nodes
         if WORLD.rank == 0:
             assert measured == (0 if scenario == "dense" else 2)
-
-
-def test_the_hosts_are_those_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{WORLD.rank}")
-    with nodes_of(2) as topology:
-        rows = RankRecords(topology)
-        rank: dict[str, Any] = {
-            part: dict.fromkeys(RANK_PHASES, 0.0) for part in ("work", "exchange")
-        }
-        rank |= {"broadcast": 0.0, "residuals": {}}
-        row = rows.gather(7, rank)
-        if row is not None:
-            assert row["hosts"] == [f"host-{2 * node}" for node in range(topology.num_nodes)]
-            assert "hosts" not in rows.gather(8, rank)
-        else:
-            rows.gather(8, rank)
-        WORLD.Barrier()
-        assert MPI.COMM_WORLD.size == len(rows.nodes)
 
 
 def test_many_ranks_have_no_row_in_every_outer_iteration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Runs that learn from a trained network: the same one on every rank, and as it was trained."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.core.steps import forward, next_batch
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.run import pretrained
 
 pytestmark = pytest.mark.any_mpi
 MODEL = "resnet8-w4"
@@ -133,14 +131,3 @@ def test_what_can_not_teach_ends_the_job_on_every_rank(prepare, reason: str) -> 
         ):
             pass
         WORLD.Barrier()
-
-
-def test_a_teacher_of_other_classes_by_name_is_refused() -> None:
-    data = SimpleNamespace(class_names=("ant", "bee"))
-    for known in ([], ["ant", "bee"]):
-        pretrained._refuse_other_classes(known, data, "runs/x")
-    pretrained._refuse_other_classes(["ant"], SimpleNamespace(class_names=()), "runs/x")
-    with pytest.raises(
-        UserError, match="runs/x knows other classes: 'cat' where the data have 'bee'"
-    ):
-        pretrained._refuse_other_classes(["ant", "cat"], data, "runs/x")

@@ -104,14 +104,6 @@ def test_a_run_is_never_cut_to_a_few_outer_iterations():
         assert chosen.outer_iterations == 16, method
 
 
-@pytest.mark.parametrize(
-    "method", ["prunex", "prunex-flat", "one-shot", "local-sgd", "diloco", "qsr"]
-)
-def test_the_trial_has_both_kinds_of_iterations(method):
-    trial = trial_of(make("thin", method=method))
-    assert (trial.outer_iterations, trial.overlap_steps, trial.payload) == (4, 0, "int4")
-
-
 def test_the_trial_measures_the_smaller_network_where_it_will_be_there():
     for method, more in (("prunex", 1), ("one-shot", 1), ("local-sgd", 0), ("diloco", 0)):
         assert trial_of(make("small", method=method)).outer_iterations == 4 + more
