@@ -40,7 +40,7 @@ def noise(layout: Layout, seed: int = 0) -> torch.Tensor:
     return torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed))
 
 
-def test_kernels_and_matrices_are_compressed() -> None:
+def test_kernels_and_matrices_are_compressed():
     """`if param.dim() > 1` in the authors' train.py, and `compress_ratio < 1` in compression.py."""
     layout = new_layout()
     compressed, whole = divide(layout, 0.5)
@@ -49,7 +49,7 @@ def test_kernels_and_matrices_are_compressed() -> None:
     assert divide(layout, 1.0) == ([], list(layout.segments))
 
 
-def test_the_share_falls_by_the_same_factor_in_each_part() -> None:
+def test_the_share_falls_by_the_same_factor_in_each_part():
     """configs/dgc/wm5.py: 0.001 ** (1/6) of the last epoch's share, five times."""
     assert parts_of(5) == 5
     shares = [ratio_in(part, 5, 0.001) for part in range(8)]
@@ -61,7 +61,7 @@ def test_the_share_falls_by_the_same_factor_in_each_part() -> None:
     assert ratio_in(0, 0, 0.001) == 0.001
 
 
-def test_a_short_warm_up_falls_in_four_parts_as_well() -> None:
+def test_a_short_warm_up_falls_in_four_parts_as_well():
     assert [parts_of(epochs) for epochs in (Fraction(2, 5), 1, 4, Fraction(9, 2))] == [4, 4, 4, 5]
     assert parts_of(0) == 0
 
@@ -80,7 +80,7 @@ def test_a_short_warm_up_falls_in_four_parts_as_well() -> None:
         (36_000_000, 0.25, 0.01, 97),
     ],
 )
-def test_samples_are_as_large_as_the_authors(numel, ratio, sample, stride) -> None:
+def test_samples_are_as_large_as_the_authors(numel, ratio, sample, stride):
     assert sample_stride(numel, ratio, sample) == stride
     assert stride == 1 or numel // stride >= max(numel * sample, 2 / ratio)
 
@@ -100,7 +100,7 @@ NUMEL, DRAWN, SELECTS = 198, 9, 20
         (0, "all"),
     ],
 )
-def test_a_threshold_that_too_few_reach_is_lowered(sevens: int, sent: str) -> None:
+def test_a_threshold_that_too_few_reach_is_lowered(sevens, sent):
     """_sparsify of the authors' code: up to 16 too few, up to 26 cut, beyond the largest."""
     model = nn.Linear(NUMEL, 1, bias=False)
     layout = build_layout(model)
@@ -123,7 +123,7 @@ def test_a_threshold_that_too_few_reach_is_lowered(sevens: int, sent: str) -> No
 
 @pytest.mark.parametrize("sample", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("ratio", [0.01, 0.1, 1.0])
-def test_what_is_sent_and_what_is_kept_are_the_accumulated_momenta(ratio, sample) -> None:
+def test_what_is_sent_and_what_is_kept_are_the_accumulated_momenta(ratio, sample):
     """The closed form: each element's momentum counts from the step at which it was sent last."""
     layout, factor = new_layout(), 0.9
     momentum, residual = torch.zeros(2, layout.numel, dtype=torch.float64)
@@ -145,7 +145,7 @@ def test_what_is_sent_and_what_is_kept_are_the_accumulated_momenta(ratio, sample
     torch.testing.assert_close(sent + residual, added, rtol=1e-13, atol=1e-13)
 
 
-def test_without_masking_momentum_is_that_of_sgd() -> None:
+def test_without_masking_momentum_is_that_of_sgd():
     layout = new_layout()
     # In float64: torch's step may fuse what rounds twice here.
     momentum, residual = torch.zeros(2, layout.numel, dtype=torch.float64)
@@ -160,7 +160,7 @@ def test_without_masking_momentum_is_that_of_sgd() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.25])
-def test_a_sample_of_everything_finds_the_largest(ratio: float) -> None:
+def test_a_sample_of_everything_finds_the_largest(ratio):
     layout = new_layout()
     residual = noise(layout)
     values, positions = select(residual, layout, ratio, 1.0)
@@ -175,7 +175,7 @@ def test_a_sample_of_everything_finds_the_largest(ratio: float) -> None:
 
 
 @pytest.mark.parametrize("step", range(7))
-def test_a_sample_finds_about_the_share_and_never_more(step: int) -> None:
+def test_a_sample_finds_about_the_share_and_never_more(step):
     layout = new_layout()
     residual = noise(layout, 1)
     ratio, sample = 0.1, 0.03
@@ -188,7 +188,7 @@ def test_a_sample_finds_about_the_share_and_never_more(step: int) -> None:
     assert 0.8 * limit <= found <= limit
 
 
-def test_samples_take_turns() -> None:
+def test_samples_take_turns():
     magnitudes = torch.arange(1.0, 1001.0)
     # Every tenth: 100 of them, of which 10 are above.
     found = [float(sampled_threshold(magnitudes, 0.1, 10, step)) for step in range(11)]
@@ -196,7 +196,7 @@ def test_samples_take_turns() -> None:
     assert float(sampled_threshold(magnitudes, 1e-4, 1, 3)) == 1000.0
 
 
-def test_zeros_stay_and_nan_travels() -> None:
+def test_zeros_stay_and_nan_travels():
     layout = new_layout()
     residual = torch.zeros(layout.numel)
     assert select(residual, layout, 0.25, 0.1)[0].numel() == 0

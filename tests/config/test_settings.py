@@ -30,7 +30,6 @@ from prunex_mpi.config.resolve import (
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.settings.fields import PRESETS, SHARED, key_of, layer_keep_ratios
-from prunex_mpi.settings.method import Method
 from prunex_mpi.settings.values import AUTO
 
 if sys.version_info >= (3, 11):
@@ -254,7 +253,7 @@ def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_pat
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_a_declaration_names_what_there_is(method: Method):
+def test_a_declaration_names_what_there_is(method):
     folder = resources.files("prunex_mpi.methods")
     assert folder.joinpath(f"{method.driver}.py").is_file()
     assert not method.code or folder.joinpath(f"{method.code}.py").is_file()

@@ -49,9 +49,7 @@ def spread(state: State, values: np.ndarray) -> Tensor:
 
 @pytest.mark.parametrize("rho", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize(("rate", "on"), [(0.0, "all"), (0.1, "all"), (0.1, "weights")])
-def test_the_candidate_weighs_mean_and_consensus(
-    state: State, rho: np.ndarray, rate: float, on: str
-) -> None:
+def test_the_candidate_weighs_mean_and_consensus(state, rho, rate, on):
     decays = decay_of_layers(make(weight_decay=rate, weight_decay_on=on), state.layout)
     # Weights and biases by turns.
     assert decays.tolist() == [rate, rate * (on == "all")] * 2
@@ -69,7 +67,7 @@ def test_the_candidate_weighs_mean_and_consensus(
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
 
 
-def test_duals_take_over_the_gaps_and_norms_are_of_the_new_ones(state: State) -> None:
+def test_duals_take_over_the_gaps_and_norms_are_of_the_new_ones(state):
     gaps = state.theta - state.z_node, state.z_node - state.z
     u, v = state.u + gaps[0], state.v + gaps[1]
     old = state.u.clone(), state.v.clone()
@@ -162,7 +160,7 @@ def compute(examples: list[Example], rho1: np.ndarray, rho2: np.ndarray) -> Resi
     return compute_residuals(NormSums(*sums), numels, RANKS, rho1, rho2, EPS_ABS, EPS_REL)
 
 
-def test_residuals_are_those_of_a_naive_computation() -> None:
+def test_residuals_are_those_of_a_naive_computation():
     examples = [Example(n, 1.0, seed) for seed, n in enumerate(LAYERS)]
     rho1, rho2 = np.array([1.5e-3, 0.2, 3.0]), np.array([1.5e-4, 0.1, 7.0])
     found = compute(examples, rho1, rho2)
@@ -176,7 +174,7 @@ def test_residuals_are_those_of_a_naive_computation() -> None:
     assert totals["inter_dual"] == pytest.approx(norm(found.inter_dual))
 
 
-def test_stopping_test_turns_where_the_naive_one_does() -> None:
+def test_stopping_test_turns_where_the_naive_one_does():
     rho1, rho2 = np.full(1, 0.7), np.full(1, 0.3)
     answers = []
     for spread in np.geomspace(1e-4, 1e1, 60):
@@ -200,8 +198,8 @@ def test_stopping_test_turns_where_the_naive_one_does() -> None:
     ],
 )
 def test_relative_thresholds_are_those_of_the_variables_and_scaled_duals(
-    gap: str, scale: float, against: dict[str, float], threshold: float
-) -> None:
+    gap, scale, against, threshold
+):
     others = {name: np.array([square]) for name, square in against.items()}
     sums = NormSums(*np.zeros((9, 1)))._replace(**others)
     for factor, expected in ((0.99, True), (1.01, False)):
@@ -227,21 +225,21 @@ def penalty(rho: float, rule: str, *, factor: float = 2.0, high: float = 10.0):
     return update_penalty(np.full(6, rho), PRIMAL, DUAL, rule, factor, high)
 
 
-def test_fixed_penalties_stay_even_outside_the_limits() -> None:
+def test_fixed_penalties_stay_even_outside_the_limits():
     assert np.array_equal(penalty(100.0, "fixed"), np.full(6, 100.0))
 
 
-def test_balance_moves_only_beyond_a_ratio_of_ten() -> None:
+def test_balance_moves_only_beyond_a_ratio_of_ten():
     assert penalty(1.0, "balance").tolist() == [2.0, 1.0, 1.0, 0.5, 1.0, 0.5]
     assert penalty(1.0, "balance", factor=4.0).tolist() == [4.0, 1.0, 1.0, 0.25, 1.0, 0.25]
 
 
-def test_balance_is_clamped_to_both_limits() -> None:
+def test_balance_is_clamped_to_both_limits():
     assert penalty(1.0, "balance", high=1.25).tolist() == [1.25, 1.0, 1.0, 0.5, 1.0, 0.5]
     assert penalty(1.5e-6, "balance").min() == 1e-6
 
 
-def test_ramp_grows_up_to_the_limit_whatever_the_residuals() -> None:
+def test_ramp_grows_up_to_the_limit_whatever_the_residuals():
     rho, seen = np.full(6, 1.5), []
     for _ in range(4):
         rho = update_penalty(rho, PRIMAL, DUAL, "ramp", 2.0, 10.0)

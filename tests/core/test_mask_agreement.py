@@ -83,7 +83,7 @@ def erase(state: State, selection: Selection, flat: np.ndarray, bits: np.ndarray
 
 
 @pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
-def test_local_projection_is_the_best_support_of_its_own_candidate(kinds: tuple[str, ...]) -> None:
+def test_local_projection_is_the_best_support_of_its_own_candidate(kinds):
     state = prepare(kinds)
     for node in range(5):
         flat = candidate(state, node)
@@ -91,7 +91,7 @@ def test_local_projection_is_the_best_support_of_its_own_candidate(kinds: tuple[
         assert np.array_equal(found, best_shared_mask(state, [flat], (1,)))
 
 
-def test_strictness_and_rounding_reach_the_projection() -> None:
+def test_strictness_and_rounding_reach_the_projection():
     state = prepare(("channel",))
     flat = torch.from_numpy(candidate(state, 0))
     assert project_locally(flat, state, 0.0, 1).all()
@@ -105,9 +105,7 @@ def test_strictness_and_rounding_reach_the_projection() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
 @pytest.mark.parametrize("kinds", ORDERS[1::3], ids="+".join)
-def test_vote_is_the_best_shared_support_for_nodes_of_any_size(
-    kinds: tuple[str, ...], ranks_per_node: int
-) -> None:
+def test_vote_is_the_best_shared_support_for_nodes_of_any_size(kinds, ranks_per_node):
     state = prepare(kinds)
     with nodes_of(ranks_per_node) as topology:
         wires = wires_of(topology)
@@ -132,7 +130,7 @@ def test_vote_is_the_best_shared_support_for_nodes_of_any_size(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_or_is_the_union_of_the_leaders_masks(ranks_per_node: int) -> None:
+def test_or_is_the_union_of_the_leaders_masks(ranks_per_node):
     # 21 groups: the last byte is only partly used.
     random = np.random.default_rng(0)
     with nodes_of(ranks_per_node) as topology:

@@ -31,7 +31,7 @@ class Words(nn.Module):
         self.head.weight = self.words.weight
 
 
-def test_hidden_matrices_are_muons_and_all_else_is_adamws() -> None:
+def test_hidden_matrices_are_muons_and_all_else_is_adamws():
     model = Words()
     layout = build_layout(model)
     names = [segment.name for segment in hidden_matrices(model, layout)]
@@ -44,7 +44,7 @@ def test_hidden_matrices_are_muons_and_all_else_is_adamws() -> None:
     assert len(names) == 4
 
 
-def test_steps_are_those_of_torchs_optimizers() -> None:
+def test_steps_are_those_of_torchs_optimizers():
     torch.manual_seed(3)
     model = new_net(torch.float32)
     other = copy.deepcopy(model)
@@ -90,7 +90,7 @@ def test_steps_are_those_of_torchs_optimizers() -> None:
 @pytest.mark.mpi
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("groups", [("coupled",), ("filter", "channel")])
-def test_what_is_pruned_stays_zero(groups: tuple[str, ...]) -> None:
+def test_what_is_pruned_stays_zero(groups):
     changes = {"warmup_iterations": 0, "keep_ramp_iterations": 1, "freeze_iteration": 2}
     changes |= {"rho1": 0.02, "rho2": 0.005, "residuals": "off", "outer_iterations": 4}
     settings = make(optimizer="muon", lr=0.01, groups=groups, bn="average", **changes)
@@ -112,7 +112,7 @@ def _pruned(state):
     return [(theta[name], ~mask) for name, mask in element_masks(state).items()]
 
 
-def test_a_torch_without_muon_is_refused_in_one_line(monkeypatch) -> None:
+def test_a_torch_without_muon_is_refused_in_one_line(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(UserError, match=r"optimizer muon: torch .* has none; install"):
         require_muon()

@@ -102,7 +102,7 @@ def the_only(findings: list[Finding], severity: str, *words: str) -> Finding:
     return findings[0]
 
 
-def test_a_good_job_has_no_complaints() -> None:
+def test_a_good_job_has_no_complaints():
     findings = findings_ranks.check_ranks(JOB, "auto", False)
     assert {f.severity for f in findings} == {"ok"}
     assert {"versions", "clocks", "nodes", "device", "cores", "threads"} <= {
@@ -115,7 +115,7 @@ def test_a_good_job_has_no_complaints() -> None:
     ("name", "severity"),
     [*((name, "error") for name in RANK.versions if name != "mpi4py"), ("mpi4py", "warning")],
 )
-def test_versions_that_differ_are_named_with_their_hosts(name: str, severity: str) -> None:
+def test_versions_that_differ_are_named_with_their_hosts(name, severity):
     other = changed(3, versions={**RANK.versions, name: "9.9"})
     found = findings_ranks.check_versions(other)
     the_only(found, severity, f"{name} is {RANK.versions[name]} on alpha, beta", "9.9 on beta")
@@ -124,12 +124,12 @@ def test_versions_that_differ_are_named_with_their_hosts(name: str, severity: st
 @pytest.mark.parametrize(
     ("ahead", "severity"), [(0.5, "ok"), (1.5, "note"), (60.0, "note"), (61.0, "warning")]
 )
-def test_clocks_may_differ_by_little(ahead: float, severity: str) -> None:
+def test_clocks_may_differ_by_little(ahead, severity):
     found = the_only(findings_ranks.check_clocks(changed(2, clock=1000.0 + ahead)), severity)
     assert ("beta is" in found.reason) == (severity != "ok")
 
 
-def test_nodes_are_what_shares_a_machine() -> None:
+def test_nodes_are_what_shares_a_machine():
     check = findings_ranks.check_nodes
     the_only(check(JOB, False), "ok", "2 nodes of 2 ranks on 2 machines")
     apart = [replace(rank, node=rank.rank) for rank in JOB]
@@ -140,7 +140,7 @@ def test_nodes_are_what_shares_a_machine() -> None:
     the_only(check(JOB[:3], False), "note", "1 to 2 ranks")
 
 
-def test_every_rank_needs_the_same_kind_of_device() -> None:
+def test_every_rank_needs_the_same_kind_of_device():
     check = findings_ranks.check_devices
     the_only(check(JOB), "ok", "CPU")
     the_only(check([replace(RANK, gpus=2)]), "ok", "beside GPUs")
@@ -150,7 +150,7 @@ def test_every_rank_needs_the_same_kind_of_device() -> None:
     the_only(check(without), "error", "rank 0 on alpha: no GPU")
 
 
-def test_gpus_are_counted_per_machine() -> None:
+def test_gpus_are_counted_per_machine():
     check = findings_ranks.check_gpus
     assert check(JOB) == []
     the_only(check(with_gpus(JOB, ["a", "b", "c", "d"])), "ok", "on alpha, beta: 2 ranks")
@@ -172,7 +172,7 @@ def test_gpus_are_counted_per_machine() -> None:
         ("", "device", None),
     ],
 )
-def test_expandable_segments_and_mpi(setting: str, buffers: str, severity: str | None) -> None:
+def test_expandable_segments_and_mpi(setting, buffers, severity):
     on_cpu = [replace(rank, allocator=setting) for rank in JOB]
     assert findings_ranks.check_allocator(on_cpu, buffers) == []
     found = findings_ranks.check_allocator(with_gpus(on_cpu, list("abcd")), buffers)
@@ -195,15 +195,13 @@ def test_expandable_segments_and_mpi(setting: str, buffers: str, severity: str |
         ([(0,), (1,)], 64, "warning", "bound to 2 of 64 cores"),
     ],
 )
-def test_ranks_need_cores_of_their_own(
-    cores: list[tuple[int, ...]], job_cores: int, severity: str, words: str
-) -> None:
+def test_ranks_need_cores_of_their_own(cores, job_cores, severity, words):
     ranks = [replace(RANK, rank=i, cores=c, job_cores=job_cores) for i, c in enumerate(cores)]
     found = the_only(findings_ranks.check_cores(ranks), severity, words)
     assert bool(found.remedy) == (severity == "warning")
 
 
-def test_idle_cores_matter_less_beside_a_gpu() -> None:
+def test_idle_cores_matter_less_beside_a_gpu():
     ranks = with_gpus([replace(RANK, cores=(0,), job_cores=64)], ["a"], gpus=1)
     the_only(findings_ranks.check_cores(ranks), "note", "bound to 1 of 64")
 
@@ -212,21 +210,21 @@ def test_idle_cores_matter_less_beside_a_gpu() -> None:
     ("threads", "ranks", "severity"),
     [(2, 2, "ok"), (4, 1, "ok"), (4, 2, "warning"), (1, 8, "ok"), (2, 8, "warning")],
 )
-def test_threads_fit_the_cores(threads: int, ranks: int, severity: str) -> None:
+def test_threads_fit_the_cores(threads, ranks, severity):
     job = [replace(RANK, rank=i, threads=threads) for i in range(ranks)]
     fair = f"OMP_NUM_THREADS={max(1, 4 // ranks)}"
     words = [fair, f"{ranks} ranks of {threads} threads share 4 cores"]
     the_only(findings_ranks.check_threads(job), severity, *(words if severity != "ok" else []))
 
 
-def test_free_space_is_that_of_rank_zero() -> None:
+def test_free_space_is_that_of_rank_zero():
     check = findings_ranks.check_free_space
     the_only(check(changed(1, free_bytes=0)), "ok", "1024.0 GiB")
     the_only(check(changed(0, free_bytes=2**20)), "warning", "1 MiB are left", "--run-dir")
     assert check(changed(0, free_bytes=-1)) == []
 
 
-def test_a_folder_that_is_not_shared_is_an_error_per_host() -> None:
+def test_a_folder_that_is_not_shared_is_an_error_per_host():
     the_only(findings_ranks.check_shared_folder("runs", {}), "ok", "runs")
     found = findings_ranks.check_shared_folder("runs", {"alpha": "no space", "beta": "not there"})
     assert [f.severity for f in found] == ["error", "error"]
@@ -237,7 +235,7 @@ PASSED = {"Allreduce SUM": "", "Bcast": ""}
 CRASHED = {"Allreduce SUM": "", "Bcast": "the probe ended with code 139"}
 
 
-def test_a_job_of_slurm_that_is_over_fails() -> None:
+def test_a_job_of_slurm_that_is_over_fails():
     end = {"SLURM_JOB_END_TIME": "1700000000"}
     assert examine.check_time_limit(end, 1.6e9) == []
     assert examine.check_time_limit({}, 1.8e9) == []
@@ -261,13 +259,8 @@ def test_a_job_of_slurm_that_is_over_fails() -> None:
     ],
 )
 def test_buffers_are_what_the_probe_says(
-    requested: str,
-    kind: str,
-    claimed: bool | None,
-    probed: dict[str, str] | None,
-    severities: list[str],
-    through_host: bool,
-) -> None:
+    requested, kind, claimed, probed, severities, through_host
+):
     assert findings_ranks.goes_through_host(requested, kind, claimed, probed) == through_host
     found = findings_ranks.check_mpi_buffers(requested, kind, claimed, probed)
     assert [f.severity for f in found] == severities
@@ -290,9 +283,7 @@ def test_buffers_are_what_the_probe_says(
         ("device", (True, "the probe ended with code 139"), ["warning"]),
     ],
 )
-def test_the_path_between_hosts_is_judged_by_what_was_tried(
-    requested: str, tried: tuple[bool, str] | None, severities: list[str]
-) -> None:
+def test_the_path_between_hosts_is_judged_by_what_was_tried(requested, tried, severities):
     found = findings_ranks.check_between(requested, ["first", "second", "last"], tried)
     assert [f.severity for f in found] == severities
     for finding in found:
@@ -317,9 +308,7 @@ ALONE = [replace(RANK, rank=i) for i in range(4)]
         (OPEN_MPI, {"OMPI_MPI_THREAD_LEVEL": "2"}, "unset OMPI_MPI_THREAD_LEVEL"),
     ],
 )
-def test_overlap_needs_an_mpi_for_several_threads(
-    library: str, settings: dict[str, str], remedy: str
-) -> None:
+def test_overlap_needs_an_mpi_for_several_threads(library, settings, remedy):
     check = findings_library.check_thread_level
     job = under(library, **settings)
     the_only(check(job), "ok", "MPI_THREAD_MULTIPLE")
@@ -338,7 +327,7 @@ def test_overlap_needs_an_mpi_for_several_threads(
         ("M", ""),
     ],
 )
-def test_progress_is_told_and_nothing_to_worry_about(library: str, variable: str) -> None:
+def test_progress_is_told_and_nothing_to_worry_about(library, variable):
     check = findings_library.check_progress
     found = the_only(check(under(library)), "note", "nothing needs to be done")
     assert found.remedy.startswith(variable) and bool(found.remedy) == bool(variable)
@@ -387,9 +376,7 @@ def told(
         (OPEN_MPI, ALONE[:2], True, None),
     ],
 )
-def test_binomial_sums_of_open_mpi_are_told_where_they_cost(
-    library: str, ranks: list[RankFacts], staged: bool, severity: str | None
-) -> None:
+def test_binomial_sums_of_open_mpi_are_told_where_they_cost(library, ranks, staged, severity):
     variable = "OMPI_MCA_coll_libnbc_iallreduce_algorithm"
 
     def check(**settings: str) -> list[Finding]:
@@ -416,9 +403,7 @@ def test_binomial_sums_of_open_mpi_are_told_where_they_cost(
         (INTEL, JOB, None),
     ],
 )
-def test_small_segments_of_han_are_told_where_it_is_used(
-    library: str, ranks: list[RankFacts], severity: str | None
-) -> None:
+def test_small_segments_of_han_are_told_where_it_is_used(library, ranks, severity):
     def check(**settings: str) -> list[Finding]:
         return findings_library.check_segments(under(library, ranks, **settings))
 
@@ -442,9 +427,7 @@ def test_small_segments_of_han_are_told_where_it_is_used(
         (INTEL, JOB, None),
     ],
 )
-def test_a_single_connection_is_told_where_it_is_used(
-    library: str, ranks: list[RankFacts], severity: str | None
-) -> None:
+def test_a_single_connection_is_told_where_it_is_used(library, ranks, severity):
     def check(**settings: str) -> list[Finding]:
         return findings_library.check_sockets(under(library, ranks, **settings))
 
@@ -456,7 +439,7 @@ def test_a_single_connection_is_told_where_it_is_used(
         assert found.remedy == f"set {links}=2 on every rank"
 
 
-def test_algorithms_must_be_those_of_all_ranks() -> None:
+def test_algorithms_must_be_those_of_all_ranks():
     check = findings_library.check_agreement
     reductions, segments = findings_library.REDUCTIONS, findings_library.HAN_SEGMENTS
     assert check(under(OPEN_MPI)) == []
@@ -471,7 +454,7 @@ def test_algorithms_must_be_those_of_all_ranks() -> None:
     assert check(under(MPICH, JOB[:2], **{reductions: "1"}) + under(MPICH, JOB[2:])) == []
 
 
-def test_all_of_the_library_is_looked_at_together() -> None:
+def test_all_of_the_library_is_looked_at_together():
     job = [replace(rank, thread_level="single") for rank in under(OPEN_MPI, PAIR + JOB[1:2])]
     found = findings_library.check_library(job, staged=True)
     subjects = ["MPI threads", "MPI progress", "MPI sums", "MPI segments", "MPI sockets"]
@@ -504,9 +487,7 @@ def test_all_of_the_library_is_looked_at_together() -> None:
         ({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "SLURM_PROCID": "0"}, "PMIx", 1),
     ],
 )
-def test_launchers_are_known_by_what_they_leave(
-    variables: dict[str, str], name: str, rank: int
-) -> None:
+def test_launchers_are_known_by_what_they_leave(variables, name, rank):
     assert name in describe_launcher(variables)
     assert launcher_rank(variables) == rank
 
@@ -523,20 +504,20 @@ def test_launchers_are_known_by_what_they_leave(
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "8"}, "8 ranks"),
     ],
 )
-def test_a_job_that_fell_apart_is_an_error(variables: dict[str, str], words: str) -> None:
+def test_a_job_that_fell_apart_is_an_error(variables, words):
     found = the_only(check_launcher(1, variables), "error", words, "world of 1")
     assert ("srun --mpi=" in found.remedy) == ("tasks" in words)
     the_only(check_launcher(4, variables), "ok", "one job of 4 ranks")
 
 
-def test_one_process_is_what_it_is() -> None:
+def test_one_process_is_what_it_is():
     the_only(check_launcher(1, {}), "note", "mpirun or srun")
     the_only(check_launcher(1, {"OMPI_COMM_WORLD_SIZE": "1"}), "ok")
     the_only(check_launcher(1, {"SLURM_NTASKS": "4"}), "note")
     the_only(check_launcher(1, {"PMI_SIZE": "many"}), "note")
 
 
-def test_machines_with_the_same_finding_are_named_together() -> None:
+def test_machines_with_the_same_finding_are_named_together():
     def check(ranks: list[RankFacts]) -> list[Finding]:
         return [Finding("note", "host", "even" if int(ranks[0].host) % 2 == 0 else "odd")]
 
@@ -546,7 +527,7 @@ def test_machines_with_the_same_finding_are_named_together() -> None:
     assert listed(["a", "b", "a", "c"]) == "a, b, c"
 
 
-def test_the_worst_stands_first_with_its_remedy() -> None:
+def test_the_worst_stands_first_with_its_remedy():
     findings = [
         Finding("ok", "fine", "all is well"),
         Finding("error", "very bad", "long " * 40, "do this"),
@@ -561,7 +542,7 @@ def test_the_worst_stands_first_with_its_remedy() -> None:
     assert {f.severity for f in findings} <= set(SEVERITIES)
 
 
-def test_tables_have_a_line_per_node_and_per_link() -> None:
+def test_tables_have_a_line_per_node_and_per_link():
     rows = examine.format_topology(with_gpus(JOB, ["a", "b", "c", "d"])).splitlines()
     assert len(rows) == 4
     assert rows[2].split() == ["0", "alpha", "2", "4", "of", "4", "2", "cuda:0", "H+cuda:1", "H"]
@@ -573,7 +554,7 @@ def test_tables_have_a_line_per_node_and_per_link() -> None:
     assert "no network" in examine.format_links(links, [replace(r, host="one") for r in JOB])
 
 
-def test_facts_survive_as_text_even_from_another_version() -> None:
+def test_facts_survive_as_text_even_from_another_version():
     assert from_json(json.dumps(asdict(JOB[3])), JOB[0]) == JOB[3]
     sent = asdict(JOB[3])
     del sent["gpus"]
@@ -581,18 +562,18 @@ def test_facts_survive_as_text_even_from_another_version() -> None:
     assert from_json(json.dumps(sent), replace(RANK, gpus=7)) == replace(JOB[3], gpus=7)
 
 
-def test_cores_of_a_slurm_job_are_those_it_was_given() -> None:
+def test_cores_of_a_slurm_job_are_those_it_was_given():
     assert cores_of_the_job({}) >= 1
     assert cores_of_the_job({"SLURM_CPUS_ON_NODE": "1"}) == 1
 
 
-def test_the_folder_above_counts_where_there_is_none_yet(tmp_path: Path) -> None:
+def test_the_folder_above_counts_where_there_is_none_yet(tmp_path):
     assert existing_folder(str(tmp_path / "a" / "b")) == tmp_path
     assert existing_folder(str(tmp_path)) == tmp_path
     assert bytes_free(str(tmp_path / "a")) > 0
 
 
-def test_tokens_are_left_and_found(tmp_path: Path) -> None:
+def test_tokens_are_left_and_found(tmp_path):
     path = str(tmp_path / "token")
     left = {"run_dir": "/r", "path": path, "token": "secret"}
     assert examine.leave_token(path, "secret") == ""
@@ -614,7 +595,7 @@ def test_tokens_are_left_and_found(tmp_path: Path) -> None:
         (["--timeout", "0"], ["timeout", "0"]),
     ],
 )
-def test_bad_flags_are_refused(flags: list[str], culprits: list[str]) -> None:
+def test_bad_flags_are_refused(flags, culprits):
     with pytest.raises(UserError) as caught:
         parse(flags)
     assert caught.value.exit_code == USAGE
@@ -622,7 +603,7 @@ def test_bad_flags_are_refused(flags: list[str], culprits: list[str]) -> None:
     assert all(culprit in str(caught.value) for culprit in culprits)
 
 
-def test_a_device_that_is_absent_is_told_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_absent_is_told_not_raised(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     device, problem = examine.find_device("cuda", 0)
     assert device == CPU
@@ -632,7 +613,7 @@ def test_a_device_that_is_absent_is_told_not_raised(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_facts_of_all_ranks_reach_rank_zero(ranks_per_node: int) -> None:
+def test_facts_of_all_ranks_reach_rank_zero(ranks_per_node):
     with nodes_of(ranks_per_node) as topology:
         facts = gather_facts(topology, CPU, "runs", f"problem of {WORLD.rank}")
         assert bool(facts) == (WORLD.rank == 0)
@@ -658,7 +639,7 @@ def test_facts_of_all_ranks_reach_rank_zero(ranks_per_node: int) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_links_are_measured_where_there_are_any(ranks_per_node: int) -> None:
+def test_links_are_measured_where_there_are_any(ranks_per_node):
     beats: list[int] = []
     with nodes_of(ranks_per_node) as topology:
         links = measure_links(topology, 0.05, lambda: beats.append(1))
@@ -677,7 +658,7 @@ def test_links_are_measured_where_there_are_any(ranks_per_node: int) -> None:
 
 
 @pytest.mark.mpi
-def test_every_node_opens_what_rank_zero_wrote(tmp_path: Path) -> None:
+def test_every_node_opens_what_rank_zero_wrote(tmp_path):
     folder = broadcast_text(WORLD, str(tmp_path))
     with nodes_of(1) as topology:
         assert examine.try_folder(topology, f"{folder}/new/run") == {}
@@ -695,7 +676,7 @@ def test_every_node_opens_what_rank_zero_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_node_that_sees_another_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_sees_another_folder_is_found(monkeypatch):
     if WORLD.rank == 1:
         monkeypatch.setattr(examine.os.path, "abspath", lambda path: f"/elsewhere/{path}")
     with nodes_of(1) as topology:
@@ -718,12 +699,8 @@ def test_a_node_that_sees_another_folder_is_found(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_each_operation_is_probed_by_itself_on_rank_zero(
-    requested: str,
-    quick: bool,
-    claim: bool | None,
-    probes: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    requested, quick, claim, probes, monkeypatch
+):
     def probe(device: str, operation: str) -> str:
         assert (WORLD.rank, device) == (0, "cuda")
         return f"{operation} crashed" if operation == "bcast" else ""
@@ -743,12 +720,12 @@ def test_each_operation_is_probed_by_itself_on_rank_zero(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("operation", doctor_probe.TRIALS)
-def test_trials_pass_on_host_memory(operation: str) -> None:
+def test_trials_pass_on_host_memory(operation):
     doctor_probe.TRIALS[operation](WORLD, "cpu")
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_trial_sees_wrong_numbers() -> None:
+def test_a_trial_sees_wrong_numbers():
     class Deaf:
         """A library that answers, but wrongly."""
 
@@ -764,12 +741,12 @@ def test_a_trial_sees_wrong_numbers() -> None:
             operation(Deaf(), "cpu")
 
 
-def test_operations_of_the_doctor_are_those_of_the_probe() -> None:
+def test_operations_of_the_doctor_are_those_of_the_probe():
     assert list(examine.OPERATIONS) == list(doctor_probe.TRIALS)
 
 
 @pytest.mark.jobs
-def test_program_under_the_launcher(tmp_path: Path) -> None:
+def test_program_under_the_launcher(tmp_path):
     arguments = ["-m", "prunex_mpi.doctor", "--ranks-per-node", "1", "--json", "found.json"]
     lacking = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
     ended = run_job(2, [*arguments, "--device", "cpu"], tmp_path, **lacking)
@@ -789,7 +766,7 @@ def test_program_under_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.any_mpi
 @pytest.mark.jobs
-def test_program_says_what_would_fail(tmp_path: Path) -> None:
+def test_program_says_what_would_fail(tmp_path):
     arguments = ["--quick", "--run-dir", "/proc/none/run", "--device", "cpu"]
     arguments += ["--mpi-buffers", "device"]
     ended = run_job(2, ["-m", "prunex_mpi.doctor", *arguments], tmp_path)
@@ -801,9 +778,7 @@ def test_program_says_what_would_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.jobs
-def test_singletons_are_one_finding_told_by_one_of_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_singletons_are_one_finding_told_by_one_of_them(monkeypatch, capsys):
     for name in list(os.environ):
         if name.startswith(("OMPI_COMM", "PMI", "SLURM")):
             monkeypatch.delenv(name)
@@ -825,7 +800,7 @@ def test_singletons_are_one_finding_told_by_one_of_them(
 
 @pytest.mark.any_mpi
 @pytest.mark.jobs
-def test_training_says_the_same(tmp_path: Path) -> None:
+def test_training_says_the_same(tmp_path):
     """More ranks than cores is said once; what can't work is refused with the doctor's words."""
     arguments = ["--device", "cpu", "--mpi-buffers", "device", "--run-dir", "run"]
     limited = {"OMP_NUM_THREADS": str(4 * (os.cpu_count() or 1))}

@@ -291,7 +291,7 @@ def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
 @pytest.mark.mpi
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("node_sync", ["step", "outer"])
-def test_between_exchanges_nothing_leaves_a_node(node_sync: str) -> None:
+def test_between_exchanges_nothing_leaves_a_node(node_sync):
     """Exchanges in iterations 2, 4, 5, which freezes, and 6."""
     settings = make(**{**RECIPE, **APART, "node_sync": node_sync})
     stream = RandomStream(WORLD.rank, torch.float64)

@@ -38,7 +38,7 @@ class Table(nn.Module):
 
 
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
-def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monkeypatch) -> None:
+def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monkeypatch):
     torch.manual_seed(2)
     model = Table()
     touched, found, records = [], {}, {}
@@ -81,7 +81,7 @@ def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monk
     assert 0 < sum(sums) < 2 * 8 * 320 * STEPS
 
 
-def test_nothing_at_all_is_no_message() -> None:
+def test_nothing_at_all_is_no_message():
     """A gradient of zeros, which a frozen model has: no block travels."""
 
     class Constant(Table):
@@ -99,7 +99,7 @@ def test_nothing_at_all_is_no_message() -> None:
             assert torch.equal(state.theta.view(64, 5), before)
 
 
-def test_block_top_k_by_hand() -> None:
+def test_block_top_k_by_hand():
     """Blocks of 4 with squared norms 4, 0, 9 and 1: one goes per step, the others wait.
 
     Fei et al. 2021: the k blocks of the largest 2-norm, with error feedback.

@@ -51,7 +51,7 @@ def write_text(folder: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("method", [method.name for method in METHODS])
-def test_a_method_trains_on_text(method: str) -> None:
+def test_a_method_trains_on_text(method):
     with run_folder() as folder:
         write_text(folder)
         assert run_job_here(settings_of(folder, "run", method, ranks_per_node=1)) == 0
@@ -66,7 +66,7 @@ def test_a_method_trains_on_text(method: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("method", ["dense", "local-sgd"])
-def test_a_run_on_text_goes_on_bit_for_bit(method: str) -> None:
+def test_a_run_on_text_goes_on_bit_for_bit(method):
     same = {"tokenizer": "chars", "val_split": 0.2, "lr_schedule": "constant", "warmup_ratio": 0.0}
     with run_folder() as folder:
         write_text(folder)
@@ -91,7 +91,7 @@ def test_a_run_on_text_goes_on_bit_for_bit(method: str) -> None:
 
 
 @pytest.mark.mpi
-def test_a_run_on_text_refuses_to_go_on_with_another_one() -> None:
+def test_a_run_on_text_refuses_to_go_on_with_another_one():
     with run_folder() as folder:
         write_text(folder)
         assert run_job_here(settings_of(folder, "run", "dense", outer_iterations=1)) == 0

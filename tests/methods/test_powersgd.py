@@ -38,7 +38,7 @@ def new_model() -> nn.Module:
 
 
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
-def test_gradients_of_no_higher_rank_arrive_whole(aggregation, ranks_per_node) -> None:
+def test_gradients_of_no_higher_rank_arrive_whole(aggregation, ranks_per_node):
     """The rank of the sum is at most the number of ranks; P's other columns are noise."""
     assert WORLD.size < RANK
     model = new_model()
@@ -62,7 +62,7 @@ def three_by_three(rank: int) -> RunContext:
     return make_context(settings, model, RandomStream(0, torch.float64))
 
 
-def test_two_steps_by_hand() -> None:
+def test_two_steps_by_hand():
     """Vogels et al. 2019, Algorithms 1 and 2, of the mean matrix ((3 0 0) (0 0 0) (4 0 5)).
 
     From q = (1 0 0): p = (3 0 4), orthonormalised (0.6 0 0.8), q = (5 0 4). The second gradients
@@ -99,7 +99,7 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     return torch.stack(columns, dim=1)
 
 
-def test_the_authors_reducer_takes_the_same_steps() -> None:
+def test_the_authors_reducer_takes_the_same_steps():
     """RankKReducer of epfml/powersgd, paper-code: what its memory lacks is everyone's mean.
 
     All is linear in the sum of the memories, so that what arrives is the same. The newer package

@@ -12,7 +12,7 @@ from prunex_mpi.methods import terngrad
 pytestmark = pytest.mark.two_ranks
 
 
-def test_scales_by_hand() -> None:
+def test_scales_by_hand():
     """clip_gradients_by_stddev: the standard deviation of all elements, the mean taken out."""
     # Mean 2, squares of 4 + 4 + 4 + 36: sigma is the root of 12; one element has none.
     pieces = [torch.tensor([0.0, 0.0, 0.0, -8.0]), torch.tensor([3.0]), torch.zeros(2)]
@@ -27,7 +27,7 @@ def test_scales_by_hand() -> None:
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_a_gradient_is_right_on_average_and_draws_depend_on_the_step() -> None:
+def test_a_gradient_is_right_on_average_and_draws_depend_on_the_step():
     """Of many steps with the same gradients, the mean is that of the workers, clipped."""
     settings = make(method="terngrad", **COMMON)
     context = make_context(settings, new_net(), RandomStream(0, torch.float64))

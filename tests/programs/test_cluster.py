@@ -103,9 +103,7 @@ def count_sent(
     ],
     ids=str,
 )
-def test_the_link_carries_no_more_than_is_enough(
-    tasks: list[int], flags: str, share: float, hosts: Cluster, tmp_path: Path
-) -> None:
+def test_the_link_carries_no_more_than_is_enough(tasks, flags, share, hosts, tmp_path):
     records, everyone = count_sent(hosts, tasks, [*PRUNED, *flags.split()], tmp_path)
     payloads, dense = ([r["bytes"][kind] for r in records] for kind in ("payload", "dense"))
     assert all(p < share * d for p, d in zip(payloads, dense, strict=True))
@@ -122,9 +120,7 @@ def test_the_link_carries_no_more_than_is_enough(
 @pytest.mark.parametrize(
     "flags", ["spardl --spardl-ratio 0.5 --aggregation hierarchical", "gossip"]
 )
-def test_the_link_carries_what_ranks_send_each_other(
-    tasks: list[int], flags: str, hosts: Cluster, tmp_path: Path
-) -> None:
+def test_the_link_carries_what_ranks_send_each_other(tasks, flags, hosts, tmp_path):
     records, everyone = count_sent(hosts, tasks, ["--method", *flags.split()], tmp_path)
     nodes, steps, rounds = len(tasks), 2, len(records)
     # Of an outer iteration, without its statistics: those of resnet20 are 2 of 688 channels.
@@ -140,9 +136,7 @@ def test_the_link_carries_what_ranks_send_each_other(
 
 @pytest.mark.long
 @pytest.mark.parametrize("payload", ["fp32", "int4"])
-def test_the_link_carries_a_message_in_equal_parts(
-    payload: str, hosts: Cluster, tmp_path: Path
-) -> None:
+def test_the_link_carries_a_message_in_equal_parts(payload, hosts, tmp_path):
     flags = ["--method", "diloco", "--fragments", "2", "--payload", payload, "--bn", "average"]
     records, everyone = count_sent(hosts, [1, 1], flags, tmp_path)
     wanted = [record["bytes"]["sent"] for record in records]
@@ -157,9 +151,7 @@ def test_the_link_carries_a_message_in_equal_parts(
 
 
 @pytest.mark.any_mpi
-def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
-    hosts: Cluster, whole: Path, tmp_path: Path
-) -> None:
+def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(hosts, whole, tmp_path):
     pair = Cluster(hosts.hosts[:2], hosts.folder)
     words = [*mpirun_words(pair, [2, 2]), *TRAIN, *LONGER]
     flags = ["--run-dir", "run", "--resume"]
@@ -176,9 +168,7 @@ def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["host", "link"])
-def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again(
-    what: str, hosts: Cluster, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again(what, hosts, tmp_path):
     """A host is killed with MPI's daemon, or its link is cut, of which nobody is told."""
     head, *others = hosts.hosts
     lost, run, away = others[-1], tmp_path / "run", tmp_path / "away"
@@ -227,12 +217,12 @@ def complete(run: Path, nodes: int) -> bool:
     )
 
 
-def test_srun_finds_two_hosts(whole: Path) -> None:
+def test_srun_finds_two_hosts(whole):
     assert complete(whole, 2)
 
 
 @pytest.mark.long
-def test_srun_finds_four_hosts(hosts: Cluster, slurm: dict[str, str], tmp_path: Path) -> None:
+def test_srun_finds_four_hosts(hosts, slurm, tmp_path):
     words = [*srun_words(4, 2), *TRAIN, *SMALL, "--run-dir", "run"]
     require(run_on(hosts, words, tmp_path, LIMIT_S, **slurm))
     assert complete(tmp_path / "run", 4)
@@ -284,9 +274,7 @@ def submit(
 
 
 @pytest.mark.long
-def test_sbatch_requeues_a_preempted_job_which_goes_on(
-    hosts: Cluster, slurm: dict[str, str], whole: Path, tmp_path: Path
-) -> None:
+def test_sbatch_requeues_a_preempted_job_which_goes_on(hosts, slurm, whole, tmp_path):
     job = submit(hosts, slurm, tmp_path, 2)
     run = job.run
     metrics = run / "metrics.jsonl"
@@ -306,9 +294,7 @@ def test_sbatch_requeues_a_preempted_job_which_goes_on(
 
 
 @pytest.mark.long
-def test_an_allocation_goes_on_without_a_node(
-    hosts: Cluster, slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_allocation_goes_on_without_a_node(hosts, slurm, tmp_path):
     flags = [*LONGER, "--outer-iterations", "30", "--evaluate-every", "30", "--timeout", "15"]
     flags += ["--checkpoint-every", "1"]
     job = submit(hosts, slurm, tmp_path, 2, "elastic", flags)
@@ -328,8 +314,8 @@ def test_an_allocation_goes_on_without_a_node(
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [[], ["--signal=USR1"]])
 def test_a_cancelled_job_stays_ended_and_one_whose_time_is_over_does_not(
-    hosts: Cluster, slurm: dict[str, str], tmp_path: Path, flags: list[str]
-) -> None:
+    hosts, slurm, tmp_path, flags
+):
     job = submit(hosts, slurm, tmp_path, 1)
     run = job.run
 

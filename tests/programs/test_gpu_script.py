@@ -11,7 +11,7 @@ import torch
 SCRIPT = Path(__file__).resolve().parents[2] / "batch/gpu.sh"
 
 
-def test_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     result = subprocess.run(
         ["bash", str(SCRIPT), str(tmp_path / "file/out")],
@@ -25,7 +25,7 @@ def test_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_it_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+def test_it_says_that_there_is_no_gpu(tmp_path):
     result = subprocess.run(
         ["bash", str(SCRIPT), str(tmp_path / "out")],
         env={**os.environ, "PYTHON": sys.executable},

@@ -47,13 +47,13 @@ def block(kind: str, body: str) -> str:
     return f"before\n<!-- results/a.json: {kind} -->\n{body}<!-- end -->\nafter\n"
 
 
-def test_the_readmes_show_what_was_measured() -> None:
+def test_the_readmes_show_what_was_measured():
     words = [sys.executable, readme_tables.__file__, "--check"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_tables_are_written(results: Path) -> None:
+def test_tables_are_written(results):
     text, problems = readme_tables.renewed(block("results", "old\n"), results)
     assert not problems
     assert text == block(
@@ -66,7 +66,7 @@ def test_tables_are_written(results: Path) -> None:
     assert readme_tables.renewed(text, results) == (text, [])
 
 
-def test_figures_that_no_table_has_are_found(results: Path) -> None:
+def test_figures_that_no_table_has_are_found(results):
     right = block("figures", "dense reaches 65.5 % with 2,048.0 MiB, in 3 of 4 cases\n")
     assert readme_tables.renewed(right, results) == (right, [])
     wrong = block("figures", "dense reaches 65.6 %\n")
@@ -99,9 +99,7 @@ def test_figures_that_no_table_has_are_found(results: Path) -> None:
         "<!-- results/a.json",
     ],
 )
-def test_a_block_that_is_not_closed_is_found_and_swallows_nothing(
-    results: Path, opening: str
-) -> None:
+def test_a_block_that_is_not_closed_is_found_and_swallows_nothing(results, opening):
     whole, _ = readme_tables.renewed(block("results", "old\n"), results)
     between = f"{opening}\n99.9 % of all\n"
     text, problems = readme_tables.renewed(between + block("results", "old\n"), results)

@@ -258,7 +258,7 @@ def test_digits_train_above_95_percent(tmp_path):
 
 @pytest.mark.any_mpi
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
-def test_a_terminal_that_is_gone_makes_no_failure_of_a_complete_run(tmp_path: Path) -> None:
+def test_a_terminal_that_is_gone_makes_no_failure_of_a_complete_run(tmp_path):
     command = [sys.executable, "-m", "prunex_mpi.train", "--model", "resnet8-w4"]
     command += ["--outer-iterations", "2", "--checkpoint-every", "2", "--run-dir", "run"]
     with open(FULL, "w") as full:

@@ -91,9 +91,7 @@ FIRST, LAST = "stem.weight", "layers.2.weight"
         (Assembled, {FIRST, "layers.1.weight", LAST}),
     ],
 )
-def test_what_cannot_be_followed_stays_and_all_else_is_pruned(
-    model: type[nn.Module], pruned: set[str], start: Rules
-) -> None:
+def test_what_cannot_be_followed_stays_and_all_else_is_pruned(model, pruned, start):
     torch.manual_seed(0)
     network = model()
     rules = find_rules(network, Images(SIDE), start)
@@ -109,7 +107,7 @@ def test_what_cannot_be_followed_stays_and_all_else_is_pruned(
         assert attempt(network, coupling, removed, Images(SIDE)) is None
 
 
-def test_what_nothing_helps_is_refused_in_one_line() -> None:
+def test_what_nothing_helps_is_refused_in_one_line():
     class Stated(Chain):
         def between(self, x: Tensor) -> Tensor:
             if x.shape[1] != 8:
@@ -120,5 +118,5 @@ def test_what_nothing_helps_is_refused_in_one_line() -> None:
         find_rules(Stated(), Images(SIDE))
 
 
-def test_an_assignment_keeps_what_it_writes_without_a_trial() -> None:
+def test_an_assignment_keeps_what_it_writes_without_a_trial():
     assert find_rules(Assigned(), Images(SIDE)) == Rules()

@@ -1,7 +1,6 @@
 """Networks whose channels meet in LayerNorm, grouped convolutions, attention and cuts."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ def describe(name: str) -> dict[str, object]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_is_left_computes_the_same(name: str, tmp_path: Path) -> None:
+def test_what_is_left_computes_the_same(name, tmp_path):
     description = describe(name)
     torch.manual_seed(0)
     model = standalone.build(description).eval().double()
@@ -76,7 +75,7 @@ def test_what_is_left_computes_the_same(name: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_became_smaller_becomes_smaller_again(name: str, tmp_path: Path) -> None:
+def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
     torch.manual_seed(0)
     model = standalone.build(describe(name)).eval().double()
     coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
@@ -111,7 +110,7 @@ def test_what_became_smaller_becomes_smaller_again(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(name: str) -> None:
+def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(name):
     torch.manual_seed(0)
     model = standalone.build(describe(name))
     coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
@@ -161,7 +160,7 @@ class Beside(nn.Module):
         return self.last((x + self.down(torch.relu(self.up(x)))).mean(dim=1))
 
 
-def test_where_a_modules_code_states_its_width_it_gets_another() -> None:
+def test_where_a_modules_code_states_its_width_it_gets_another():
     model = Beside().eval()
     rules = find_rules(model, Images(4))
     assert rules == Rules()
@@ -169,7 +168,7 @@ def test_where_a_modules_code_states_its_width_it_gets_another() -> None:
     assert {s.name for s in coupling.sets} == {"first.weight", "up.weight", "fixed.into.weight"}
 
 
-def test_a_number_that_counts_two_sizes_gets_both() -> None:
+def test_a_number_that_counts_two_sizes_gets_both():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -185,7 +184,7 @@ def test_a_number_that_counts_two_sizes_gets_both() -> None:
     assert len(coupling.sets) == 3 and coupling.total == 24
 
 
-def test_pieces_lose_channels_apart_and_none_becomes_empty() -> None:
+def test_pieces_lose_channels_apart_and_none_becomes_empty():
     class Pieces(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,7 +203,7 @@ def test_pieces_lose_channels_apart_and_none_becomes_empty() -> None:
 
 
 @torch.no_grad()
-def test_what_only_a_norm_reads_stays() -> None:
+def test_what_only_a_norm_reads_stays():
     model = encoder_norm_first(CLASSES, SIDE).eval()
     coupling = find_coupling_by(model, Images(SIDE), Rules())
     for key, ids in coupling.columns.items():
@@ -231,7 +230,7 @@ class Bottleneck(nn.Module):
         return self.last((x + self.attention(self.norm(x))).mean(dim=1))
 
 
-def test_whatever_is_removed_the_code_runs() -> None:
+def test_whatever_is_removed_the_code_runs():
     """Of the width and of the heads the same share goes in the first trial."""
     model = Bottleneck(48, 4).eval()
     rules = find_rules(model, Images(SIDE))
@@ -245,9 +244,7 @@ def test_whatever_is_removed_the_code_runs() -> None:
         assert attempt(model, coupling, removed, Images(SIDE)) is None
 
 
-def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(monkeypatch):
     def stumble(*_: object) -> None:
         raise KeyError("dim")
 
@@ -267,7 +264,7 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
     assert any("mean mixes it with others" in line for line in coupling.excluded)
 
 
-def test_a_train_that_returns_nothing_is_no_obstacle() -> None:
+def test_a_train_that_returns_nothing_is_no_obstacle():
     model = train_returns_nothing(CLASSES, SIDE)
     model.train()
     rules = find_rules(model, Images(SIDE))
@@ -278,7 +275,7 @@ def test_a_train_that_returns_nothing_is_no_obstacle() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_torch_has_compiled_is_refused_in_one_line(whole: bool) -> None:
+def test_what_torch_has_compiled_is_refused_in_one_line(whole):
     body = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU())
     ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
     if whole:

@@ -100,7 +100,7 @@ COUNTING = [
 
 
 @pytest.mark.parametrize("model", COUNTING, ids=range(len(COUNTING)))
-def test_numbers_in_code_follow_the_channels_that_are_left(model: nn.Module) -> None:
+def test_numbers_in_code_follow_the_channels_that_are_left(model):
     assert find_rules(model, Images(SIDE)) == Rules()
     coupling = find_coupling_by(model, Images(SIDE), Rules())
     assert (coupling.rows["0.weight"] >= 0).all()
@@ -165,9 +165,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("reason", "kept", "other"), CASES, ids=range(len(CASES)))
-def test_what_is_to_be_written_instead_lets_channels_go(
-    reason: str, kept: nn.Module, other: nn.Module
-) -> None:
+def test_what_is_to_be_written_instead_lets_channels_go(reason, kept, other):
     name = "3.qkv.weight" if isinstance(kept, Attention) else "0.weight"
     models = network(kept), network(other)
     stays, goes = (find_coupling_by(m, Images(SIDE), find_rules(m, Images(SIDE))) for m in models)
@@ -175,7 +173,7 @@ def test_what_is_to_be_written_instead_lets_channels_go(
     assert (goes.rows[name] >= 0).all()
 
 
-def test_with_plain_rules_nothing_is_advised_that_they_do_not_follow() -> None:
+def test_with_plain_rules_nothing_is_advised_that_they_do_not_follow():
     for model, mixed in (
         (step(summed), "einsum mixes it with others"),
         (COUNTING[5], "__getitem__ counts its channels"),

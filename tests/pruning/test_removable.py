@@ -70,7 +70,7 @@ def judged(model: nn.Module) -> tuple[list[int], tuple[str, ...], nn.Module]:
 
 
 @torch.no_grad()
-def test_a_channel_that_nobody_reads_goes() -> None:
+def test_a_channel_that_nobody_reads_goes():
     model = plain()
     model[3].weight[:, 2] = 0
     gone, stays, smaller = judged(model)
@@ -82,7 +82,7 @@ def test_a_channel_that_nobody_reads_goes() -> None:
 
 
 @torch.no_grad()
-def test_a_zero_filter_goes_only_where_its_constant_does_not_pass() -> None:
+def test_a_zero_filter_goes_only_where_its_constant_does_not_pass():
     model = plain()
     model[0].weight[:2] = 0
     model[0].bias.zero_()
@@ -96,7 +96,7 @@ def test_a_zero_filter_goes_only_where_its_constant_does_not_pass() -> None:
 
 
 @torch.no_grad()
-def test_a_constant_of_either_sign_stays_without_relu() -> None:
+def test_a_constant_of_either_sign_stays_without_relu():
     model = plain(nn.Identity())
     model[0].weight[:2] = 0
     model[0].bias.zero_()
@@ -106,7 +106,7 @@ def test_a_constant_of_either_sign_stays_without_relu() -> None:
 
 
 @torch.no_grad()
-def test_one_channel_stays_where_none_is_needed() -> None:
+def test_one_channel_stays_where_none_is_needed():
     model = plain()
     model[3].weight.zero_()
     gone, stays, smaller = judged(model)
@@ -116,7 +116,7 @@ def test_one_channel_stays_where_none_is_needed() -> None:
 
 
 @torch.no_grad()
-def test_a_silent_channel_whose_input_is_alive_stays() -> None:
+def test_a_silent_channel_whose_input_is_alive_stays():
     """These images do not show it, others may."""
     model = plain()
     model[1].bias[1] = -1e3
@@ -124,7 +124,7 @@ def test_a_silent_channel_whose_input_is_alive_stays() -> None:
 
 
 @torch.no_grad()
-def test_channels_that_are_added_go_together() -> None:
+def test_channels_that_are_added_go_together():
     model = Added().eval()
     randomise_(model)
     for layer in (model.a, model.b):
@@ -138,7 +138,7 @@ def test_channels_that_are_added_go_together() -> None:
 
 
 @torch.no_grad()
-def test_channels_with_several_readers_go_when_none_reads_them() -> None:
+def test_channels_with_several_readers_go_when_none_reads_them():
     model = Added().eval()
     randomise_(model)
     for layer in (model.c, model.d):
@@ -148,7 +148,7 @@ def test_channels_with_several_readers_go_when_none_reads_them() -> None:
 
 
 @torch.no_grad()
-def test_zeros_inside_channels_stay_and_are_counted() -> None:
+def test_zeros_inside_channels_stay_and_are_counted():
     model = plain()
     model[3].weight[:, 0, :2] = 0
     gone, stays, smaller = judged(model)
@@ -160,7 +160,7 @@ def test_zeros_inside_channels_stay_and_are_counted() -> None:
 
 
 @torch.no_grad()
-def test_zero_filters_that_belong_to_no_group_are_said() -> None:
+def test_zero_filters_that_belong_to_no_group_are_said():
     model = plain(nn.Softplus())
     model[0].weight[1] = 0
     (line,) = judged(model)[1]
@@ -169,7 +169,7 @@ def test_zero_filters_that_belong_to_no_group_are_said() -> None:
 
 
 @pytest.mark.parametrize(("bias", "gone"), [(0.0, [0]), (0.5, [])])
-def test_a_head_of_zero_filters_goes_without_a_bias(bias: float, gone: list[int]) -> None:
+def test_a_head_of_zero_filters_goes_without_a_bias(bias, gone):
     model = standalone.build(
         {"name": "vit_tiny", "num_classes": 2, "image_size": 4, "stem": ""}
     ).eval()
@@ -212,7 +212,7 @@ class Divided(nn.Module):
 
 
 @torch.no_grad()
-def test_a_channel_that_no_weight_reads_stays_where_all_are_divided_by_their_length() -> None:
+def test_a_channel_that_no_weight_reads_stays_where_all_are_divided_by_their_length():
     model = Divided()
     model.last.weight[:, 2] = 0
     gone, stays, _ = judged(model)
@@ -225,7 +225,7 @@ def test_a_channel_that_no_weight_reads_stays_where_all_are_divided_by_their_len
 
 
 @torch.no_grad()
-def test_a_constant_that_only_a_length_is_made_of_stays() -> None:
+def test_a_constant_that_only_a_length_is_made_of_stays():
     model = Divided()
     model.first.weight[1] = model.first.bias[1] = model.norm.running_mean[1] = 0
     # Nothing of it is left behind the ReLU.

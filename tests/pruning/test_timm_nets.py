@@ -19,7 +19,7 @@ LEFT = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LEFT)
-def test_half_of_the_groups_leave_about_a_quarter(name: str) -> None:
+def test_half_of_the_groups_leave_about_a_quarter(name):
     assert name in NAMES.read_text(encoding="utf-8").split()
     found = look_at(name)
     assert found["failure"] is None and found["left"] <= LEFT[name], found

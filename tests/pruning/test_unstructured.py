@@ -36,7 +36,7 @@ def new_batches(count: int = 2) -> list:
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.3, 0.5, 1.0])
-def test_magnitude_keeps_the_largest_of_each_layer(ratio: float) -> None:
+def test_magnitude_keeps_the_largest_of_each_layer(ratio):
     model = new_net()
     layout = build_layout(model)
     theta, _ = flatten_(model, layout)
@@ -77,7 +77,7 @@ class FlashAttention(Attention):
             return super().forward(x)
 
 
-def test_a_model_without_second_derivatives_is_refused() -> None:
+def test_a_model_without_second_derivatives_is_refused():
     model = FlashAttention()
     layout = build_layout(model)
     theta, _ = flatten_(model, layout)
@@ -87,7 +87,7 @@ def test_a_model_without_second_derivatives_is_refused() -> None:
         add_hessian_products_(total, theta, layout, model, F.cross_entropy, batches)
 
 
-def test_attention_is_differentiated_twice() -> None:
+def test_attention_is_differentiated_twice():
     model = Attention()
     layout = build_layout(model)
     theta, _ = flatten_(model, layout)
@@ -102,7 +102,7 @@ def test_attention_is_differentiated_twice() -> None:
     assert error < 0.05 * torch.linalg.vector_norm(product)
 
 
-def test_scores_that_are_not_finite_are_refused() -> None:
+def test_scores_that_are_not_finite_are_refused():
     layout = build_layout(new_net())
     theta = torch.ones(layout.numel)
     product = torch.full_like(theta, torch.nan)

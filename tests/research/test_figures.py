@@ -52,9 +52,7 @@ def below(drawn: Drawn) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("number", [n for n in FIGURES if n not in ("9", "12")])
-def test_each_figure_is_one_command(
-    number: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_each_figure_is_one_command(number, run, tmp_path, capsys):
     file = tmp_path / f"figure {number}.png"
     assert draw(number, run, "--output", file) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
@@ -63,7 +61,7 @@ def test_each_figure_is_one_command(
     assert "paper" in printed and str(file) in printed
 
 
-def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
+def test_values_of_the_paper_stand_below_the_picture(run):
     with styled():
         drawn = run_figures.payload([read_run(run)])
         height = drawn.figure.get_figheight()
@@ -77,7 +75,7 @@ def test_values_of_the_paper_stand_below_the_picture(run: Path) -> None:
     assert not any(box.overlaps(axes.get_tightbbox()) for axes in drawn.figure.axes)
 
 
-def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
+def test_the_split_of_communication_is_that_of_the_leaders(run):
     shares = run_figures.communication(read_run(run))
     lines = [json.loads(line) for line in (run / "ranks.jsonl").read_text().splitlines()]
     node = np.array(lines[0]["node"])
@@ -102,7 +100,7 @@ def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
     return path
 
 
-def test_scaling_is_measured_over_ranks(tmp_path: Path) -> None:
+def test_scaling_is_measured_over_ranks(tmp_path):
     paths = [scaled(tmp_path / str(n), n, 6.0 / n**0.5) for n in (4, 1)]
     with styled():
         drawn = scaling([read_run(path) for path in paths])
@@ -113,7 +111,7 @@ def test_scaling_is_measured_over_ranks(tmp_path: Path) -> None:
     assert panel.lines[0].get_xydata().tolist() == [[1, 1], [4, pytest.approx(2)]]
 
 
-def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path: Path) -> None:
+def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path):
     given = (
         *((1, {}), (4, {"lr": 0.3, "batch_size": 8, "outer_iterations": 9}), (2, {"seed": 1})),
         *((4, {"payload": "int4"}), (4, {"train_samples": 100})),
@@ -133,7 +131,7 @@ def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path: Path) -> None:
         scaling([runs[0], runs[3]])
 
 
-def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
+def test_ratios_have_the_spread_of_their_seeds(tmp_path):
     runs = []
     for number, (ratio, last) in enumerate(((0.5, 0.8), (0.5, 0.9), (0.25, 0.7))):
         path = make_run(tmp_path / str(number), iterations=4, keep_ratio=[ratio], seed=number)
@@ -151,7 +149,7 @@ def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
     assert found["dense, keep 1"][1] == "85.96 %"
 
 
-def test_patterns_are_those_of_the_weights(run: Path) -> None:
+def test_patterns_are_those_of_the_weights(run):
     with styled():
         drawn = run_figures.patterns(read_run(run), ("a", "b.weight"))
     (stripes, dense) = (axes.images[0].get_array() for axes in drawn.figure.axes)
@@ -188,9 +186,7 @@ def test_patterns_are_those_of_the_weights(run: Path) -> None:
         ("5", "required: RUN"),
     ],
 )
-def test_what_cant_be_drawn_is_one_line(
-    arguments: str, words: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cant_be_drawn_is_one_line(arguments, words, run, tmp_path, capsys):
     places = {"RUN": str(run), "NOWHERE": str(tmp_path / "nowhere")}
     for name in ("OLD", "BARE", "DAMAGED", "GOING"):
         if name in arguments:

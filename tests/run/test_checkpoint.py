@@ -358,7 +358,7 @@ def assert_same(first: Run, second: Run) -> None:
         ("int4 behind", 2),
     ],
 )
-def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) -> None:
+def test_a_restored_run_goes_on_bit_for_bit(scenario, ranks_per_node):
     with nodes_of(ranks_per_node) as topology, run_directory() as files:
         whole = new_run(topology, scenario)
         expected = list(whole.iterate())
@@ -392,7 +392,7 @@ class StopsAt:
 
 
 @pytest.mark.parametrize("scenario", seldom(SCENARIOS))
-def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -> None:
+def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario):
     nodes = nodes_of(1 if scenario == "flat" else 2)
     with nodes as topology, run_directory() as files:
         whole = new_run(topology, scenario)
@@ -408,7 +408,7 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -
         assert len(expected) == (5 if scenario.startswith("qsr") else 6)
 
 
-def test_a_run_left_before_the_first_step_begins_the_phase_once() -> None:
+def test_a_run_left_before_the_first_step_begins_the_phase_once():
     """What is dropped is shrunk when the outer iteration begins, not by who leaves there as well.
 
     Outer iteration 4 is the last with groups that are dropped and still there.
@@ -429,9 +429,7 @@ def test_a_run_left_before_the_first_step_begins_the_phase_once() -> None:
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("call", [3, 4, 14])
 @pytest.mark.parametrize("scenario", seldom(OVERLAPPED))
-def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(
-    scenario: str, call: int, ranks_per_node: int
-) -> None:
+def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(scenario, call, ranks_per_node):
     """Before the first step, before the step at which z arrives, and after it."""
     if ranks_per_node > WORLD.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
@@ -455,7 +453,7 @@ def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(
 
 @pytest.mark.parametrize("call", [2, 14])
 @pytest.mark.parametrize("scenario", STREAMED)
-def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario: str, call: int) -> None:
+def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario, call):
     with nodes_of(1) as topology, run_directory() as files:
         whole = new_run(topology, scenario)
         expected = list(whole.iterate())
@@ -474,7 +472,7 @@ def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario: str, call: int) 
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "one-shot", "diloco"])
-def test_evaluation_leaves_training_alone(scenario: str) -> None:
+def test_evaluation_leaves_training_alone(scenario):
     """What is delivered is the same bits however often it is evaluated on the way."""
     with nodes_of(2) as topology:
         often = new_run(topology, scenario, bn="recalibrate")
@@ -492,7 +490,7 @@ def test_evaluation_leaves_training_alone(scenario: str) -> None:
             assert not torch.equal(*found)
 
 
-def test_a_checkpoint_without_what_is_under_way_is_refused() -> None:
+def test_a_checkpoint_without_what_is_under_way_is_refused():
     with nodes_of(1) as topology:
         run = new_run(topology, "int4 behind")
         list(run.iterate(StopsAt(3)))
@@ -508,7 +506,7 @@ def test_a_checkpoint_without_what_is_under_way_is_refused() -> None:
 
 
 @pytest.mark.parametrize("place", [[-1, 0], [0, -1], [0, 10**6]])
-def test_a_place_that_no_data_have_is_refused(place: list[int]) -> None:
+def test_a_place_that_no_data_have_is_refused(place):
     with nodes_of(1) as topology:
         run = new_run(topology, "recipe")
         tensors, numbers = contents(topology, run.state, run.problem)
@@ -522,7 +520,7 @@ def test_a_place_that_no_data_have_is_refused(place: list[int]) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 3])
-def test_weights_that_are_not_trained_come_back(after: int) -> None:
+def test_weights_that_are_not_trained_come_back(after):
     fixed = [name for name, _ in NoisyNet().named_parameters()][:1]
     with run_directory() as files:
         with nodes_of(1) as topology:
@@ -542,7 +540,7 @@ def test_weights_that_are_not_trained_come_back(after: int) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_nodes_did_apart_is_said_to_be_lost_on_others() -> None:
+def test_what_nodes_did_apart_is_said_to_be_lost_on_others():
     with run_directory() as files:
         with nodes_of(1) as topology:
             first = new_run(topology, "apart")
@@ -559,7 +557,7 @@ def test_what_nodes_did_apart_is_said_to_be_lost_on_others() -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
 @pytest.mark.parametrize("scenario", ["recipe", "paper", "apart"])
-def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after: int) -> None:
+def test_other_nodes_take_over_what_is_common(scenario, before, after):
     # In float64: sums over ranks in another order.
     with run_directory() as files:
         with nodes_of(before) as topology:
@@ -611,8 +609,8 @@ def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after:
     ],
 )
 def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
-    scenario: str, before: int, after: int, call: int
-) -> None:
+    scenario, before, after, call
+):
     """What has been exchanged becomes part of z; what rounding left over is dealt out."""
     with run_directory() as files:
         with nodes_of(before) as topology:
@@ -664,7 +662,7 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
         ("lion", "hierarchical"),
     ],
 )
-def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggregation: str) -> None:
+def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method, aggregation):
     def own(run: Run) -> np.ndarray:
         memory = run.state.memory
         return np.stack([memory[k].numpy() for k in memory if k.startswith("own.")])
@@ -704,7 +702,7 @@ def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggrega
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_moments_of_adamw_go_to_other_nodes_as_means() -> None:
+def test_the_moments_of_adamw_go_to_other_nodes_as_means():
     with run_directory() as files:
         with nodes_of(1) as topology:
             first = new_run(topology, "diloco adamw", torch.float64)
@@ -730,7 +728,7 @@ ADAPTIVE = {"pactrain_adaptive": True, "pactrain_ternary": False, "pactrain_prun
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("node_sync", ["step", "outer"])
-def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_sync: str) -> None:
+def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_sync):
     """Steps before and after count alike in a score, whatever the nodes then and now."""
     changes = {"groups": ("coupled",), "score": "gates", "node_sync": node_sync}
     with run_directory() as files:
@@ -751,7 +749,7 @@ def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_s
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("scenario", "changes"), [("diloco", {}), ("pactrain", ADAPTIVE)])
-def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario: str, changes: dict) -> None:
+def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario, changes):
     with run_directory() as files:
         with nodes_of(2) as topology:
             first = new_run(topology, scenario, **changes)
@@ -774,7 +772,7 @@ def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario: str, change
                 assert not second.state.z[after["shared.pruned"]].any()
 
 
-def test_a_checkpoint_brings_back_channels_that_went_after_it() -> None:
+def test_a_checkpoint_brings_back_channels_that_went_after_it():
     """A network that becomes smaller is built as it was, larger or smaller than it is now."""
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, "prunetrain")
@@ -814,7 +812,7 @@ def dealt_out_in_turn() -> Iterator[Topology]:
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "paper"])
-def test_nodes_need_not_be_of_consecutive_ranks(scenario: str) -> None:
+def test_nodes_need_not_be_of_consecutive_ranks(scenario):
     if WORLD.size < 4:
         pytest.skip("consecutive ranks anyway")
     with run_directory() as files:
@@ -835,7 +833,7 @@ def test_nodes_need_not_be_of_consecutive_ranks(scenario: str) -> None:
 
 
 @pytest.mark.parametrize(("scenario", "once"), [("recipe", True), ("paper", False)])
-def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario: str, once: bool) -> None:
+def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario, once):
     """Gradients averaged at each step keep them alike, one average per iteration does not."""
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, scenario)
@@ -856,7 +854,7 @@ def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario: str, once: bo
 
 
 @pytest.mark.parametrize("victim", ["first", "last", "manifest"])
-def test_damage_on_one_rank_is_refused_by_all(victim: str) -> None:
+def test_damage_on_one_rank_is_refused_by_all(victim):
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, "recipe")
         iterations = run.iterate()
@@ -891,7 +889,7 @@ def test_damage_on_one_rank_is_refused_by_all(victim: str) -> None:
             assert len(list((files.path / "checkpoints").iterdir())) == 2
 
 
-def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch) -> None:
+def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch):
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, "recipe")
         run.save(files)
@@ -909,9 +907,7 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch) -> N
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_a_slow_disk_of_one_rank_is_no_standstill(
-    ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_disk_of_one_rank_is_no_standstill(ranks_per_node, monkeypatch):
     """Writing and reading take long on the last rank; all go on meanwhile."""
     slow = WORLD.rank == WORLD.size - 1
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1024)
@@ -944,9 +940,7 @@ def test_a_slow_disk_of_one_rank_is_no_standstill(
             heartbeat.check(lambda: second.restore(files))
 
 
-def test_removing_what_is_old_and_comparing_copies_is_no_standstill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_removing_what_is_old_and_comparing_copies_is_no_standstill(monkeypatch):
     """Rank 0 removes what is left, the leader's values travel; all go on meanwhile."""
     unlink, same = os.unlink, np.array_equal
 
@@ -976,7 +970,7 @@ def test_removing_what_is_old_and_comparing_copies_is_no_standstill(
             heartbeat.check(lambda: run.save(files))
 
 
-def test_ranks_agree_on_where_to_stop() -> None:
+def test_ranks_agree_on_where_to_stop():
     """One rank's signal stops all of them at the same step, without waiting for each other."""
     received = ReceivedSignal()
     steps = 0

@@ -50,9 +50,7 @@ def drive(
     ("scenario", "ranks_per_node"),
     [(scenario, 2) for scenario in SCENARIOS] + [("recipe", 1), ("recipe", 3), ("int4", 3)],
 )
-def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
-    scenario: str, ranks_per_node: int
-) -> None:
+def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(scenario, ranks_per_node):
     each = 1 if scenario == "flat consensus" else ranks_per_node
     with nodes_of(each) as topology:
         for record, row in drive(topology, scenario):
@@ -110,9 +108,7 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
         ),
     ],
 )
-def test_who_waits_for_a_late_rank_does_not_seem_to_work(
-    scenario: str, late: str, changes: dict[str, Any]
-) -> None:
+def test_who_waits_for_a_late_rank_does_not_seem_to_work(scenario, late, changes):
     with nodes_of(1 if scenario == "flat consensus" else 2) as topology:
         slow = WORLD.size - 1
         heartbeat = Delayed()
@@ -129,7 +125,7 @@ def test_who_waits_for_a_late_rank_does_not_seem_to_work(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_who_works_long_does_not_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_works_long_does_not_seem_to_wait(monkeypatch):
     slow, real = WORLD.size - 1, hsadmm.take_over_
 
     def take_over_(*arguments: Any, **options: Any) -> None:
@@ -150,7 +146,7 @@ def test_who_works_long_does_not_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "flat consensus", "dense"])
-def test_residuals_of_ranks_add_up_to_those_of_the_run(scenario: str) -> None:
+def test_residuals_of_ranks_add_up_to_those_of_the_run(scenario):
     with nodes_of(1 if scenario == "flat consensus" else 2) as topology:
         measured = 0
         for record, row in drive(topology, scenario):
@@ -173,7 +169,7 @@ def test_residuals_of_ranks_add_up_to_those_of_the_run(scenario: str) -> None:
             assert measured == (0 if scenario == "dense" else 2)
 
 
-def test_many_ranks_have_no_row_in_every_outer_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranks_have_no_row_in_every_outer_iteration(monkeypatch):
     monkeypatch.setattr(records, "RANKS_EACH", 1)
     with nodes_of(2) as topology:
         rows = RankRecords(topology)

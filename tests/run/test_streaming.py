@@ -66,9 +66,7 @@ def assert_same(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["prunex", "dense"])
-def test_a_stream_trains_what_memory_trains(
-    tmp_path: Path, run: Callable[..., int], method: str
-) -> None:
+def test_a_stream_trains_what_memory_trains(tmp_path, run, method):
     assert run("memory", "--method", method, "--data-mode", "memory") == 0
     assert run("stream", "--method", method, "--data-mode", "stream", "--workers", "3") == 0
     assert_same(tmp_path / "memory", tmp_path / "stream")
@@ -82,7 +80,7 @@ def test_a_stream_trains_what_memory_trains(
 
 
 @pytest.mark.usefixtures("leaving_early")
-def test_a_stream_that_was_left_goes_on_exactly(tmp_path: Path, run: Callable[..., int]) -> None:
+def test_a_stream_that_was_left_goes_on_exactly(tmp_path, run):
     assert run("whole", "--data-mode", "memory") == 0
     assert run("run", "--data-mode", "stream", "--time-limit", "1") == 75
     again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
@@ -92,9 +90,7 @@ def test_a_stream_that_was_left_goes_on_exactly(tmp_path: Path, run: Callable[..
 
 
 @pytest.mark.usefixtures("leaving_early")
-def test_a_run_that_goes_on_has_the_colours_it_began_with(
-    tmp_path: Path, run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_has_the_colours_it_began_with(tmp_path, run, monkeypatch):
     """Other ranks would measure others, on other images."""
     assert run("run", "--time-limit", "1") == 75
     names = checkpoint_files.valid_names(tmp_path / "run")
@@ -109,12 +105,8 @@ def test_a_run_that_goes_on_has_the_colours_it_began_with(
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_damaged_image_ends_the_run_in_one_line_or_is_replaced(
-    tmp_path: Path,
-    pictures: Path,
-    run: Callable[..., int],
-    capfd: pytest.CaptureFixture[str],
-    split: str,
-) -> None:
+    tmp_path, pictures, run, capfd, split
+):
     victim = damage(sorted((pictures / split / "bee").iterdir())[2])
     capfd.readouterr()
     assert run("run", "--data-mode", "stream", *COLOURS) == UNREADABLE
@@ -131,8 +123,8 @@ def test_a_damaged_image_ends_the_run_in_one_line_or_is_replaced(
 
 
 def test_a_damaged_test_image_is_found_where_test_images_were_kept_back(
-    tmp_path: Path, pictures: Path, run: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, pictures, run, capfd
+):
     """Nobody looks at test images before the end then."""
     victim = damage(sorted((pictures / "test/bee").iterdir())[2])
     flags = ("--data-mode", "stream", *COLOURS, "--val-split", "0.2")
@@ -141,9 +133,7 @@ def test_a_damaged_test_image_is_found_where_test_images_were_kept_back(
     assert not (tmp_path / "run/summary.json").exists()
 
 
-def test_nothing_is_said_of_weights_that_were_judged_on_damaged_images(
-    tmp_path: Path, pictures: Path, run: Callable[..., int]
-) -> None:
+def test_nothing_is_said_of_weights_that_were_judged_on_damaged_images(tmp_path, pictures, run):
     whole = ("--data-mode", "stream", *COLOURS, "--outer-iterations", "1")
     assert run("first", *whole) == 0
     damage(sorted((pictures / "test/bee").iterdir())[2])
@@ -172,7 +162,7 @@ GREY = {"image_mean": (0.5,) * 3, "image_std": (0.25,) * 3, "evaluate_every": 3}
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("scenario", ["recipe", "local sgd", "flat consensus", "dense", "behind"])
-def test_an_image_that_one_rank_cannot_read_ends_all(files: dict, scenario: str) -> None:
+def test_an_image_that_one_rank_cannot_read_ends_all(files, scenario):
     each = 1 if scenario == "flat consensus" else 2
     with (
         nodes_of(each) as topology,
@@ -192,9 +182,7 @@ def test_an_image_that_one_rank_cannot_read_ends_all(files: dict, scenario: str)
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
-    files: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
     with (
         nodes_of(2) as topology,
         small_run(topology, "recipe", local_steps=10**6, **files) as context,
@@ -213,7 +201,7 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_statistics_of_damaged_images_are_refused_by_all_ranks(files: dict) -> None:
+def test_statistics_of_damaged_images_are_refused_by_all_ranks(files):
     files |= {"model": "resnet8-w4"}
     with nodes_of(2) as topology, small_run(topology, "recipe", **files) as context:
         images = context.problem.train_shard.images
@@ -226,9 +214,7 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(files: dict) -> N
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(
-    files: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(files, monkeypatch):
     monkeypatch.setattr(pactrain_samples, "SAMPLES", 2)
     found = []
     for mode in ("memory", "stream"):

@@ -36,7 +36,7 @@ def run_settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("scenario", DRIVERS)
-def test_every_rank_learns_from_the_network_of_a_file(scenario: str) -> None:
+def test_every_rank_learns_from_the_network_of_a_file(scenario):
     with run_folder() as folder:
         path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
         wanted = load_file(path)
@@ -57,7 +57,7 @@ def test_every_rank_learns_from_the_network_of_a_file(scenario: str) -> None:
 
 
 @pytest.mark.mpi
-def test_a_run_teaches_one_of_another_model_as_it_saw_images() -> None:
+def test_a_run_teaches_one_of_another_model_as_it_saw_images():
     with run_folder() as folder:
         assert run_job_here(make(**run_settings(folder / "teacher", **PAINTED))) == 0
         weights = load_file(folder / "teacher/state.safetensors")
@@ -74,7 +74,7 @@ def test_a_run_teaches_one_of_another_model_as_it_saw_images() -> None:
 
 
 @pytest.mark.mpi
-def test_a_taught_run_goes_on_as_if_it_had_not_ended_and_with_its_teacher_alone() -> None:
+def test_a_taught_run_goes_on_as_if_it_had_not_ended_and_with_its_teacher_alone():
     with run_folder() as folder:
         path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
         run = folder / "run"
@@ -120,7 +120,7 @@ def unfinished(folder: Path) -> str:
         (unfinished, "did not end well"),
     ],
 )
-def test_what_can_not_teach_ends_the_job_on_every_rank(prepare, reason: str) -> None:
+def test_what_can_not_teach_ends_the_job_on_every_rank(prepare, reason):
     with run_folder() as folder:
         path = WORLD.bcast(prepare(folder) if WORLD.rank == 0 else None)
         WORLD.Barrier()

@@ -124,7 +124,7 @@ def test_what_has_no_overlap_is_measured_without():
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_nothing_of_the_trial_is_left_when_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_the_trial_is_left_when_the_run_begins(monkeypatch):
     """On a GPU both would hold all images of the rank."""
     streams: list[weakref.ref] = []
     left = []

@@ -45,9 +45,7 @@ def train(folder: Path, name: str, data: Path, **changes: object) -> None:
 
 
 @pytest.mark.mpi
-def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(
-    capfd: pytest.CaptureFixture,
-) -> None:
+def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(capfd):
     with run_folder() as folder:
         data = write(folder / "text", TEXT)
         train(folder, "run", data)
@@ -73,7 +71,7 @@ def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(
 
 
 @pytest.mark.mpi
-def test_weights_of_other_tokens_are_refused_and_those_of_the_same_taken() -> None:
+def test_weights_of_other_tokens_are_refused_and_those_of_the_same_taken():
     with run_folder() as folder:
         data = write(folder / "text", TEXT)
         train(folder, "run", data)

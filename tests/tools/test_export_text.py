@@ -36,9 +36,7 @@ RUN = {
 @pytest.mark.mpi
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_pruned_transformer_is_exported_and_writes_text(
-    onnx: bool, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_pruned_transformer_is_exported_and_writes_text(onnx, capsys):
     with run_folder() as folder:
         assert run_job_here(make(**RUN, run_dir=str(folder / "run"))) == 0
         if WORLD.rank == 0:
@@ -62,7 +60,7 @@ def test_a_pruned_transformer_is_exported_and_writes_text(
         WORLD.Barrier()
 
 
-def test_a_masked_transformer_becomes_smaller_in_python() -> None:
+def test_a_masked_transformer_becomes_smaller_in_python():
     torch.manual_seed(0)
     model = gpt(11, CONTEXT).eval()
     with torch.no_grad():

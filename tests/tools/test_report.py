@@ -135,7 +135,7 @@ def page(made: tuple[Path, Page]) -> Page:
     return made[1]
 
 
-def test_the_page_needs_nothing_else(written: Path) -> None:
+def test_the_page_needs_nothing_else(written):
     found = read(written)
     assert not {"script", "link", "iframe", "object", "img", "video"} & set(found.tags)
     inner = [r for r in found.references if not r.startswith("data:")]
@@ -149,7 +149,7 @@ def test_the_page_needs_nothing_else(written: Path) -> None:
     assert 100 * KIB < written.stat().st_size < MB
 
 
-def test_an_identifier_is_there_once_whatever_matplotlib_writes() -> None:
+def test_an_identifier_is_there_once_whatever_matplotlib_writes():
     with drawing.styled():
         figure, panel = drawing.new_panel(2)
         for line in panel.plot([[1, 2], [3, 4]]):
@@ -162,7 +162,7 @@ def test_an_identifier_is_there_once_whatever_matplotlib_writes() -> None:
     assert {reference[1:] for reference in page.references} <= set(found)
 
 
-def test_the_page_shows_all_that_was_recorded(written: Path, page: Page) -> None:
+def test_the_page_shows_all_that_was_recorded(written, page):
     names = {picture.name for section in page.sections for picture in section.pictures}
     files = {path.stem: path for path in (written.parents[1] / "pic tures").iterdir()}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files.values())
@@ -174,7 +174,7 @@ def test_the_page_shows_all_that_was_recorded(written: Path, page: Page) -> None
     }
 
 
-def test_the_first_paragraph_answers(written: Path) -> None:
+def test_the_first_paragraph_answers(written):
     text = text_of(written)
     for words in (
         "completed its 20 outer iterations",
@@ -188,7 +188,7 @@ def test_the_first_paragraph_answers(written: Path) -> None:
         assert words in text
 
 
-def test_tables_tell_settings_versions_topology_and_the_end(written: Path) -> None:
+def test_tables_tell_settings_versions_topology_and_the_end(written):
     text = text_of(written)
     for words in (
         "Settings that differ from those of preset recipe for method prunex",
@@ -203,7 +203,7 @@ def test_tables_tell_settings_versions_topology_and_the_end(written: Path) -> No
     assert "warmup-iterations" not in text
 
 
-def test_legends_cover_nothing_and_labels_do_not_touch(page: Page) -> None:
+def test_legends_cover_nothing_and_labels_do_not_touch(page):
     for section in page.sections:
         for picture in section.pictures:
             panels = [axes for axes in picture.figure.axes if axes.get_visible()]
@@ -223,7 +223,7 @@ def test_legends_cover_nothing_and_labels_do_not_touch(page: Page) -> None:
                     assert below.y1 <= above.y0 + 1, picture.name
 
 
-def test_everything_lies_inside_its_picture(page: Page) -> None:
+def test_everything_lies_inside_its_picture(page):
     for section in page.sections:
         for picture in section.pictures:
             whole = picture.figure.bbox
@@ -232,7 +232,7 @@ def test_everything_lies_inside_its_picture(page: Page) -> None:
             assert tight.y0 >= whole.y0 - 1 and tight.y1 <= whole.y1 + 1, picture.name
 
 
-def test_the_same_run_gives_the_same_picture(run: Path) -> None:
+def test_the_same_run_gives_the_same_picture(run):
     found = read_run(run)
     with drawing.styled():
         texts = [drawing.as_svg(run_pictures.duration(found), "p", "seconds") for _ in range(2)]
@@ -240,9 +240,7 @@ def test_the_same_run_gives_the_same_picture(run: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
-def test_a_missing_package_is_named_with_the_extra(
-    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_the_extra(missing, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     code, line = refused(capsys, tmp_path)
     assert code == USAGE
@@ -259,7 +257,7 @@ def words_of(path: Path) -> str:
     return " ".join(lead(read_run(path), None))
 
 
-def test_a_run_that_was_broken_off_says_so(tmp_path: Path) -> None:
+def test_a_run_that_was_broken_off_says_so(tmp_path):
     path = make_run(tmp_path / "run", status="")
     file = path / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-30])
@@ -276,7 +274,7 @@ def test_a_run_that_was_broken_off_says_so(tmp_path: Path) -> None:
     assert "was preempted after 20 outer iterations (SIGTERM)" in preempted
 
 
-def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
+def test_a_run_that_is_going_says_so(tmp_path):
     path = make_run(tmp_path / "run", status="")
     (path / "heartbeats").mkdir()
     (path / "heartbeats/0").write_text("")
@@ -293,7 +291,7 @@ def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
     assert read_run(make_run(tmp_path / "row", status="")).status == "running"
 
 
-def test_a_run_that_lost_nodes_says_what_that_cost(tmp_path: Path) -> None:
+def test_a_run_that_lost_nodes_says_what_that_cost(tmp_path):
     path = make_run(tmp_path / "run")
     seconds = float(read_run(path).column("seconds.total").sum())
     assert "Nodes were lost" not in words_of(path)
@@ -308,7 +306,7 @@ def test_a_run_that_lost_nodes_says_what_that_cost(tmp_path: Path) -> None:
     assert f"the goodput is {100 * seconds / (seconds + 10):.1f} %" in text
 
 
-def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Path) -> None:
+def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path):
     path = make_run(tmp_path / "run")
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -331,7 +329,7 @@ def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Pat
     assert "--val-split" in table.notes[1]
 
 
-def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
+def test_a_run_that_diverged_says_so(tmp_path):
     path = make_run(tmp_path / "run", status="")
     with contextlib.closing(RunDirectory(path, "", resume=True)) as files:
         files.note_divergence("the loss is nan")
@@ -341,7 +339,7 @@ def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
     assert not (path / "diverged.json").exists()
 
 
-def test_a_run_without_ranks_and_layers_is_shown_and_without_torch(tmp_path: Path) -> None:
+def test_a_run_without_ranks_and_layers_is_shown_and_without_torch(tmp_path):
     path = make_run(tmp_path / "run", iterations=4, ranks=False)
     (path / "layers.jsonl").unlink()
     done = subprocess.run(
@@ -357,7 +355,7 @@ def test_a_run_without_ranks_and_layers_is_shown_and_without_torch(tmp_path: Pat
     assert "The run has no ranks.jsonl" in text and "completed after 4 outer iterations" in text
 
 
-def test_settings_of_another_version_are_all_shown(tmp_path: Path) -> None:
+def test_settings_of_another_version_are_all_shown(tmp_path):
     path = make_run(tmp_path / "run", iterations=2)
     config = (path / "config.toml").read_text().replace('"recipe"', '"banquet"')
     (path / "config.toml").write_text("new-flag = 3\n" + config)
@@ -406,9 +404,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_damaged_run_is_one_line(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_damaged_run_is_one_line(what, tmp_path, capsys):
     spoil, word = SPOILT[what]
     path = make_run(tmp_path / "a run\nü", iterations=4)
     spoil(path)
@@ -417,7 +413,7 @@ def test_a_damaged_run_is_one_line(
     assert not (path / "report.html").exists()
 
 
-def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_is_no_run_is_one_line(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bytes").write_bytes(bytes(range(256)))
     (tmp_path / "other.json").write_text('{"comparison": {}}')
@@ -431,9 +427,7 @@ def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert code == UNREADABLE and word in line
 
 
-def test_what_does_not_fit_on_a_page_is_one_line(
-    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_does_not_fit_on_a_page_is_one_line(tmp_path, run, capsys):
     (tmp_path / "c.json").write_text("{}")
     assert "fit on one page" in refused(capsys, run, tmp_path / "c.json")[1]
     assert "given twice" in refused(capsys, run, run / ".." / run.name)[1]
@@ -442,9 +436,7 @@ def test_what_does_not_fit_on_a_page_is_one_line(
     assert code == USAGE and "--output" in line
 
 
-def test_a_page_that_cant_be_written_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_cant_be_written_is_one_line(tmp_path, capsys, monkeypatch):
     path = make_run(tmp_path / "run", iterations=2)
     monkeypatch.setattr(write_report, "page_of", lambda *_: Page("", "", (), ()))
     code, line = refused(capsys, path, "--output", tmp_path / "no/where.html")
@@ -457,7 +449,7 @@ def test_a_page_that_cant_be_written_is_one_line(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_runs_stand_side_by_side(tmp_path, monkeypatch):
     make_run(tmp_path / "x/run", iterations=6, delay=Delay(3, "local", 50))
     broken_off = make_run(tmp_path / "y/run", iterations=4, status="", ranks=False, method="dense")
     old = time.time() - 2 * read_runs.ALIVE_S
@@ -470,9 +462,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     assert "2: y/run: The run ended badly" in text
 
 
-def test_of_several_runs_those_with_nothing_to_show_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_of_several_runs_those_with_nothing_to_show_are_left_out(tmp_path, monkeypatch, capsys):
     for name in ("one/run", "two/run", "begun/run"):
         make_run(tmp_path / name, iterations=4)
     monkeypatch.chdir(tmp_path)
@@ -495,9 +485,7 @@ def outcome(row: str, seed: int, accuracy: float | None) -> Outcome:
     return Outcome(row, seed, 0.1, replace(RAN, accuracy=accuracy, curve=curve))
 
 
-def test_a_comparison_is_its_tables_and_its_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_is_its_tables_and_its_figure(tmp_path, monkeypatch):
     outcomes = tuple(
         outcome(row, seed, accuracy)
         for seed in (0, 1)
@@ -529,7 +517,7 @@ def test_a_comparison_is_its_tables_and_its_figure(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_thinning_keeps_what_sticks_out() -> None:
+def test_thinning_keeps_what_sticks_out():
     x = np.arange(10_000.0)
     y = np.sin(x / 900)
     y[[1234, 7777]] = 50, -50
@@ -542,7 +530,7 @@ def test_thinning_keeps_what_sticks_out() -> None:
     assert all(y[int(a)] == b for a, b in zip(thin_x, thin_y, strict=True))
 
 
-def test_columns_of_long_runs_are_means() -> None:
+def test_columns_of_long_runs_are_means():
     edges, starts = binned(np.arange(1.0, 11.0), columns=3)
     assert edges.tolist() == [0.5, 3.5, 6.5, 10.5]
     assert means(np.arange(1.0, 11.0), starts).tolist() == [2, 5, 8.5]
@@ -550,7 +538,7 @@ def test_columns_of_long_runs_are_means() -> None:
     assert (edges.tolist(), means(np.array([np.nan]), starts).tolist()) == ([3.5, 4.5], [0])
 
 
-def test_layers_of_a_long_run_are_read_here_and_there(tmp_path: Path) -> None:
+def test_layers_of_a_long_run_are_read_here_and_there(tmp_path):
     path = make_run(tmp_path / "run", iterations=300)
     found = read_run(path)
     wanted = one_run.wanted_iterations(found)
@@ -568,7 +556,7 @@ def test_layers_of_a_long_run_are_read_here_and_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_of_ten_thousand_iterations_is_a_small_page_soon(tmp_path: Path) -> None:
+def test_a_run_of_ten_thousand_iterations_is_a_small_page_soon(tmp_path):
     path = make_run(tmp_path / "run", iterations=100)
     for name in ("metrics.jsonl", "layers.jsonl", "ranks.jsonl"):
         lines = (path / name).read_text().splitlines()
@@ -593,7 +581,7 @@ BLIND = {
 
 
 @pytest.mark.parametrize("kind", BLIND)
-def test_colours_are_told_apart_without_seeing_red_and_green(kind: str) -> None:
+def test_colours_are_told_apart_without_seeing_red_and_green(kind):
     def lab(colour: str) -> np.ndarray:
         rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
         linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
