@@ -36,11 +36,7 @@ def select(accumulated: torch.Tensor, layout: Layout, ratio: float):
 
 @pytest.mark.parametrize(
     ("ratio", "counts"),
-    [
-        (1.0, [189, 7, 7, 7, 30, 1]),
-        (0.1, [19, 1, 1, 1, 3, 1]),
-        (1e-9, [1, 1, 1, 1, 1, 1]),
-    ],
+    [(1.0, [189, 7, 7, 7, 30, 1]), (0.1, [19, 1, 1, 1, 3, 1]), (1e-9, [1, 1, 1, 1, 1, 1])],
 )
 def test_counts_are_rounded_up_and_never_zero(ratio, counts):
     assert kept_per_layer(new_layout().segments, ratio) == counts

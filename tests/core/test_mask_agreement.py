@@ -10,11 +10,7 @@ from nodes import NODE_SHAPES, nodes_of
 from torch import nn
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.mask_agreement import (
-    agree_by_or,
-    agree_by_vote,
-    project_locally,
-)
+from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.state import State, build_state
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Selection, find_groups
@@ -25,10 +21,7 @@ ORDERS = [("filter",), ("channel",), ("shape",), ("channel", "filter"), ("filter
 def prepare(kinds: tuple[str, ...]) -> State:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 1),
-        nn.Conv2d(4, 6, (1, 2)),
-        nn.Conv2d(6, 4, 1, groups=2),
-        nn.Linear(4, 2),
+        nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, (1, 2)), nn.Conv2d(6, 4, 1, groups=2), nn.Linear(4, 2)
     )
     model.double()
     layout = build_layout(model)

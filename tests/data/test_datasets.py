@@ -18,9 +18,7 @@ from sklearn.datasets import load_digits
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data import image_files
-from prunex_mpi.data.batches import (
-    Shard,
-)
+from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, class_counts, hold_out, places_in_draws
 
 LOAD = dict(data_dir="nowhere", train_samples=0, test_samples=0)

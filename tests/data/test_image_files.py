@@ -29,11 +29,7 @@ def shards(tmp_path: Path, folder: Path) -> Path:
 
 
 def load(
-    name: str,
-    folder: Path,
-    size: int = 0,
-    known: Known = data.NOTHING_KNOWN,
-    **access: object,
+    name: str, folder: Path, size: int = 0, known: Known = data.NOTHING_KNOWN, **access: object
 ) -> Dataset:
     return data.load(
         name,

@@ -31,13 +31,7 @@ from prunex_mpi.diagnosis.facts import (
     gather_facts,
     thread_level,
 )
-from prunex_mpi.diagnosis.findings import (
-    SEVERITIES,
-    Finding,
-    RankFacts,
-    errors,
-    per_machine,
-)
+from prunex_mpi.diagnosis.findings import SEVERITIES, Finding, RankFacts, errors, per_machine
 from prunex_mpi.diagnosis.launcher import check_launcher, describe_launcher, launcher_rank
 from prunex_mpi.diagnosis.links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
 from prunex_mpi.diagnosis.options import parse

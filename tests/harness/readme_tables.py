@@ -30,11 +30,7 @@ from types import SimpleNamespace
 from mpi4py import MPI
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.research.compare.comparison_tables import (
-    quality_names,
-    ranks_of,
-    seconds_of,
-)
+from prunex_mpi.research.compare.comparison_tables import quality_names, ranks_of, seconds_of
 from prunex_mpi.research.compare.outcomes import (
     Comparison,
     Measured,

@@ -100,12 +100,7 @@ UNION = {**PAPER, "penalty": "fixed", "residuals": "off", "eps_abs": 0.0, "eps_r
 SCENARIOS |= {
     "recipe-behind": {**RECIPE, **BEHIND},
     "recipe-admm-int4-behind": {**COUPLED, **BEHIND, "after_freeze": "admm", "payload": "int4"},
-    "recipe-int4-all-behind": {
-        **COUPLED,
-        **BEHIND,
-        "payload": "int4",
-        "overlap_steps": STEPS,
-    },
+    "recipe-int4-all-behind": {**COUPLED, **BEHIND, "payload": "int4", "overlap_steps": STEPS},
     "union-int8": {**UNION, "payload": "int8"},
     "union-int4-behind": {**UNION, **BEHIND, "groups": ("coupled",), "payload": "int4"},
     "ramp-behind": {**UNION, **BEHIND, "penalty": "ramp"},

@@ -53,10 +53,7 @@ METHODS = {
     "lion": {"weight_decay": 0.1, "lr": 0.0005},
 }
 # What suits a small network in place of the authors' constants.
-SMALL = {
-    "dgc": {"SAMPLE": 0.05},
-    "adacgd": {"LEVELS": (0.1, 0.3, 0.6), "ZETA": 0.5},
-}
+SMALL = {"dgc": {"SAMPLE": 0.05}, "adacgd": {"LEVELS": (0.1, 0.3, 0.6), "ZETA": 0.5}}
 # All others as they are by default; what prunes or drifts has a file of its own.
 COVERED = {"pactrain", "prunetrain", "gossip", *(name.partition(",")[0] for name in METHODS)}
 PER_STEP = [method for method in declared.METHODS if method.per_step]

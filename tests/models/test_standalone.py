@@ -76,9 +76,7 @@ def test_attention_without_a_head_is_that_of_a_zero_head():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"kdim": 6}, {"add_bias_kv": True}, {"add_zero_attn": True}],
-    ids=str,
+    "options", [{"kdim": 6}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str
 )
 def test_variants_of_attention_are_refused(options):
     model = nn.Sequential(nn.MultiheadAttention(12, 3, **{"batch_first": True, **options}))

@@ -5,12 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from coupled_nets import (
-    NETWORKS,
-    SIDE,
-    DroppingAttention,
-    encoder_norm_first,
-)
+from coupled_nets import NETWORKS, SIDE, DroppingAttention, encoder_norm_first
 from masking import draw, mask_
 from odd_models import randomise_, train_returns_nothing
 from torch import nn

@@ -42,8 +42,7 @@ LARGE = ("wide_resnet50_2", "vgg16_bn", "vgg19_small", "vit_b_16")
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.long if n in LARGE else ()) for n in NETWORKS],
+    "name", [pytest.param(n, marks=pytest.mark.long if n in LARGE else ()) for n in NETWORKS]
 )
 def test_removing_coupled_groups_changes_no_output(name, tmp_path):
     with torch.device("meta"):

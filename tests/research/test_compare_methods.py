@@ -27,18 +27,8 @@ from prunex_mpi.models.layout import Layout, Segment, build_layout
 from prunex_mpi.research.compare import compare_methods, kept_runs, run_rows
 from prunex_mpi.research.compare.compare_methods import compare
 from prunex_mpi.research.compare.compare_options import parse
-from prunex_mpi.research.compare.outcomes import (
-    Point,
-    Quality,
-    at_chance,
-    to_dict,
-)
-from prunex_mpi.research.compare.run_rows import (
-    count_zeros,
-    curve_of,
-    operations,
-    split_seconds,
-)
+from prunex_mpi.research.compare.outcomes import Point, Quality, at_chance, to_dict
+from prunex_mpi.research.compare.run_rows import count_zeros, curve_of, operations, split_seconds
 from prunex_mpi.tools import evaluate_options
 from prunex_mpi.tools.evaluate_network import evaluate
 
@@ -61,11 +51,7 @@ TINY = [
 ]
 
 
-PRUNED_AT_ONCE = [
-    "--warmup-iterations=0",
-    "--keep-ramp-iterations=0",
-    "--freeze-iteration=1",
-]
+PRUNED_AT_ONCE = ["--warmup-iterations=0", "--keep-ramp-iterations=0", "--freeze-iteration=1"]
 
 
 def test_zeros_in_whole_rows_and_columns_are_told_from_others():

@@ -16,13 +16,7 @@ from prunex_mpi.research.compare.comparison_tables import (
     target_table,
     tuning_table,
 )
-from prunex_mpi.research.compare.outcomes import (
-    Outcome,
-    Point,
-    Quality,
-    Tuning,
-    to_dict,
-)
+from prunex_mpi.research.compare.outcomes import Outcome, Point, Quality, Tuning, to_dict
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.comparisons import MOST_CURVES_DRAWN, curves_of, front
 

@@ -35,10 +35,7 @@ SMALL = [
     *("--checkpoint-every", "2"),
 ]
 # With these given no image is looked at before training.
-COLOURS = (
-    *("--image-mean", "0.5", "0.5", "0.5"),
-    *("--image-std", "0.25", "0.25", "0.25"),
-)
+COLOURS = (*("--image-mean", "0.5", "0.5", "0.5"), *("--image-std", "0.25", "0.25", "0.25"))
 
 
 @pytest.fixture

@@ -357,11 +357,7 @@ BAD = {
         UNREADABLE,
         "no complete cifar10",
     ),
-    "other data": (
-        config('dataset = "digits"', 'dataset = "synthetic"'),
-        UNREADABLE,
-        "--data-dir",
-    ),
+    "other data": (config('dataset = "digits"', 'dataset = "synthetic"'), UNREADABLE, "--data-dir"),
 }
 
 

@@ -7,12 +7,7 @@ from recorded import Delay, rank_lines
 from prunex_mpi.base.record_keys import RANK_PHASES
 from prunex_mpi.tools.report import stragglers
 from prunex_mpi.tools.report.read_runs import rank_record
-from prunex_mpi.tools.report.stragglers import (
-    RankRecord,
-    find_stragglers,
-    ranges,
-    split_exchange,
-)
+from prunex_mpi.tools.report.stragglers import RankRecord, find_stragglers, ranges, split_exchange
 
 LAYOUTS = [(2, 2), (1, 1), (4, 4), (2, 1), (2, 2, 2), (3, 3)]
 TRIALS, RIGHT = 50, 48
