@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
-from prunex_mpi.base.trace import HELPER, Trace, TraceFile, label
+from prunex_mpi.base.trace import HELPER, Trace, TraceFile
 
 
 def test_events_count_microseconds_from_the_beginning_of_the_trace():
@@ -49,16 +49,6 @@ def test_ends_stay_inside_of_what_they_lie_in_after_days():
         # As nanoseconds, which is how they were written.
         ends = [round(1e3 * (event["ts"] + event["dur"])) for event in (outer, inner)]
         assert ends[1] <= ends[0] + 1
-
-
-def test_ranks_and_threads_have_names():
-    events = [json.loads(event) for event in label(2, 'rank 2, node 1 (a "host")')]
-    assert all(event["ph"] == "M" and event["pid"] == 2 for event in events)
-    names = {event["name"]: event["args"] for event in events}
-    assert names["process_name"] == {"name": 'rank 2, node 1 (a "host")'}
-    assert names["process_sort_index"] == {"sort_index": 2}
-    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert threads == {0: "main", HELPER: "helper"}
 
 
 def event(number: int) -> dict[str, Any]:

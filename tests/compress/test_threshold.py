@@ -1,7 +1,5 @@
 """The arithmetic of DGC: nothing is lost, thresholds and shares are as in the authors' code."""
 
-from fractions import Fraction
-
 import pytest
 import torch
 from torch import nn
@@ -11,8 +9,6 @@ from prunex_mpi.compress.threshold import (
     accumulate_,
     divide,
     forget_sent_,
-    parts_of,
-    ratio_in,
     sample_stride,
     sampled_threshold,
     select_above_,
@@ -47,23 +43,6 @@ def test_kernels_and_matrices_are_compressed():
     assert [s.name for s in compressed] == ["0.weight", "1.weight", "2.weight"]
     assert [s.name for s in whole] == ["0.bias", "1.bias", "2.bias"]
     assert divide(layout, 1.0) == ([], list(layout.segments))
-
-
-def test_the_share_falls_by_the_same_factor_in_each_part():
-    """configs/dgc/wm5.py: 0.001 ** (1/6) of the last epoch's share, five times."""
-    assert parts_of(5) == 5
-    shares = [ratio_in(part, 5, 0.001) for part in range(8)]
-    wanted = [0.316228, 0.1, 0.0316228, 0.01, 0.00316228, 0.001, 0.001, 0.001]
-    assert shares == pytest.approx(wanted, rel=1e-5)
-    # The paper's 4 epochs: 25 %, 6.25 %, 1.56 % and 0.4 %, about.
-    shares = [ratio_in(part, 4, 0.001) for part in range(5)]
-    assert shares == pytest.approx([0.251189, 0.0630957, 0.0158489, 0.00398107, 0.001], rel=1e-5)
-    assert ratio_in(0, 0, 0.001) == 0.001
-
-
-def test_a_short_warm_up_falls_in_four_parts_as_well():
-    assert [parts_of(epochs) for epochs in (Fraction(2, 5), 1, 4, Fraction(9, 2))] == [4, 4, 4, 5]
-    assert parts_of(0) == 0
 
 
 @pytest.mark.parametrize(

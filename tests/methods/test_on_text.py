@@ -27,6 +27,10 @@ OWN = {
 }
 
 
+# One of each driver; the others differ in what they send alone.
+SOME, LONG = ("prunex", "prunex-flat", "local-sgd", "dense", "prunetrain"), pytest.mark.long
+
+
 def settings_of(folder: Path, name: str, method: str, **changes: object) -> Settings:
     common = {
         "dataset": "text",
@@ -50,7 +54,9 @@ def write_text(folder: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("method", [method.name for method in METHODS])
+@pytest.mark.parametrize(
+    "method", [m.name if m.name in SOME else pytest.param(m.name, marks=LONG) for m in METHODS]
+)
 def test_a_method_trains_on_text(method):
     with run_folder() as folder:
         write_text(folder)

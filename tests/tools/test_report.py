@@ -35,8 +35,6 @@ from prunex_mpi.tools.report.page import Page
 from prunex_mpi.tools.report.read_runs import (
     COLUMNS,
     Run,
-    binned,
-    means,
     read_layers,
     read_run,
     thin,
@@ -530,14 +528,6 @@ def test_thinning_keeps_what_sticks_out():
     assert all(y[int(a)] == b for a, b in zip(thin_x, thin_y, strict=True))
 
 
-def test_columns_of_long_runs_are_means():
-    edges, starts = binned(np.arange(1.0, 11.0), columns=3)
-    assert edges.tolist() == [0.5, 3.5, 6.5, 10.5]
-    assert means(np.arange(1.0, 11.0), starts).tolist() == [2, 5, 8.5]
-    edges, starts = binned(np.array([4.0]))
-    assert (edges.tolist(), means(np.array([np.nan]), starts).tolist()) == ([3.5, 4.5], [0])
-
-
 def test_layers_of_a_long_run_are_read_here_and_there(tmp_path):
     path = make_run(tmp_path / "run", iterations=300)
     found = read_run(path)
@@ -571,26 +561,3 @@ def test_a_run_of_ten_thousand_iterations_is_a_small_page_soon(tmp_path):
     assert program.main([str(path)]) == 0
     assert time.process_time() - started < 20
     assert (path / "report.html").stat().st_size < 2 * MB
-
-
-# What remains of linear red, green and blue to those without one kind of cones (Machado 2009).
-BLIND = {
-    "protan": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
-    "deutan": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
-}
-
-
-@pytest.mark.parametrize("kind", BLIND)
-def test_colours_are_told_apart_without_seeing_red_and_green(kind):
-    def lab(colour: str) -> np.ndarray:
-        rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-        seen = np.clip(np.array(BLIND[kind]) @ linear, 0, 1)
-        matrix = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-        x, y, z = np.cbrt(np.array(matrix) @ seen / (0.9505, 1, 1.089))
-        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-    seen = [lab(colour) for colour in drawing.COLOURS]
-    distances = [np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]]
-    # Two greys or colours five apart are told apart side by side.
-    assert min(distances) > 10
