@@ -63,22 +63,19 @@ PAPER = {
 }
 SCENARIOS = {
     "recipe": RECIPE,
-    "recipe-admm-filter-channel": {
-        **RECIPE,
-        "after_freeze": "admm",
-        "groups": ("filter", "channel"),
-        "penalty": "ramp",
-        "weight_decay": 0.05,
-        "weight_decay_on": "weights",
-    },
+    "recipe-admm-filter-channel": dict(
+        RECIPE,
+        after_freeze="admm",
+        groups=("filter", "channel"),
+        penalty="ramp",
+        weight_decay=0.05,
+        weight_decay_on="weights",
+    ),
     "recipe-shape-outer": {**RECIPE, "groups": ("shape",), "node_sync": "outer"},
     "paper": PAPER,
-    "paper-unfrozen-composed": {
-        **PAPER,
-        "weight_decay_on": "all",
-        "freeze_iteration": 0,
-        "groups": ("channel", "filter"),
-    },
+    "paper-unfrozen-composed": dict(
+        PAPER, weight_decay_on="all", freeze_iteration=0, groups=("channel", "filter")
+    ),
 }
 
 SCENARIOS |= {
@@ -105,12 +102,9 @@ SCENARIOS |= {
     "union-int4-behind": {**UNION, **BEHIND, "groups": ("coupled",), "payload": "int4"},
     "ramp-behind": {**UNION, **BEHIND, "penalty": "ramp"},
     # The mask changes in the iteration in which it freezes.
-    "recipe-int8-pruned-at-once": {
-        **COUPLED,
-        "warmup_iterations": 3,
-        "keep_ramp_iterations": 0,
-        "payload": "int8",
-    },
+    "recipe-int8-pruned-at-once": dict(
+        COUPLED, warmup_iterations=3, keep_ramp_iterations=0, payload="int8"
+    ),
 }
 SCENARIOS["recipe-int8sum-behind"] = {**COUPLED, **BEHIND, "payload": "int8sum"}
 # What z drops shrinks in theta; with groups that come back, and duals that go on after the freeze.

@@ -73,50 +73,42 @@ RAMP = {"warmup_iterations": 1, "keep_ramp_iterations": 2}
 MUON = "muon" if hasattr(torch.optim, "Muon") else "adamw"
 SCENARIOS = {
     "recipe": {**RAMP, "freeze_iteration": 4, "model_ema_decay": 0.75},
-    "paper": {
-        **RAMP,
-        "preset": "paper",
-        "freeze_iteration": 5,
-        "freeze_drift": -1.0,
-        "groups": ("channel", "filter"),
-    },
-    "fp16": {
-        **RAMP,
-        "amp": "fp16",
-        "groups": ("coupled",),
-        "freeze_iteration": 3,
-        "after_freeze": "admm",
-        "node_sync": "outer",
-    },
-    "flat": {
-        **RAMP,
-        "method": "prunex-flat",
-        "freeze_iteration": 4,
-        "after_freeze": "admm",
-        "payload": "int4",
-    },
+    "paper": dict(
+        RAMP, preset="paper", freeze_iteration=5, freeze_drift=-1.0, groups=("channel", "filter")
+    ),
+    "fp16": dict(
+        RAMP,
+        amp="fp16",
+        groups=("coupled",),
+        freeze_iteration=3,
+        after_freeze="admm",
+        node_sync="outer",
+    ),
+    "flat": dict(
+        RAMP, method="prunex-flat", freeze_iteration=4, after_freeze="admm", payload="int4"
+    ),
     # Exchanges in iterations 3, 5, which freezes, and 6.
-    "apart": {
-        **RAMP,
-        "freeze_iteration": 5,
-        "prunex_t_sync": 3,
-        "evaluate_every": 6,
-        "residuals": "off",
-        "node_sync": "outer",
-        "model_ema_decay": 0.75,
-    },
+    "apart": dict(
+        RAMP,
+        freeze_iteration=5,
+        prunex_t_sync=3,
+        evaluate_every=6,
+        residuals="off",
+        node_sync="outer",
+        model_ema_decay=0.75,
+    ),
     "dense": {"method": "dense"},
     "dense adamw": {"method": "dense", "optimizer": "adamw", "lr": 0.002},
     "topk": {"method": "topk", "aggregation": "hierarchical"},
     # Pruned at the end of the first iteration, stable in the second.
-    "pactrain": {
-        "method": "pactrain",
-        "aggregation": "hierarchical",
-        "pactrain_prune_iteration": 1,
-        "pactrain_stable_window": 2,
-        "pactrain_ternary": True,
-        "bucket_mib": 2**-10,
-    },
+    "pactrain": dict(
+        method="pactrain",
+        aggregation="hierarchical",
+        pactrain_prune_iteration=1,
+        pactrain_stable_window=2,
+        pactrain_ternary=True,
+        bucket_mib=2**-10,
+    ),
     "dgc": {"method": "dgc", "aggregation": "hierarchical", "dgc_ratio": 0.02},
     "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
     "omnireduce": {"method": "omnireduce", "omnireduce_block_size": 16},
@@ -128,35 +120,22 @@ SCENARIOS = {
     "diloco": {"method": "diloco"},
     "diloco adamw": {"method": "diloco", "optimizer": "adamw", "lr": 0.002},
     # MuLoCo.
-    "diloco muon int2": {
-        "method": "diloco",
-        "optimizer": MUON,
-        "inner_momentum": "keep",
-        "payload": "int2",
-        "lr": 0.002,
-    },
+    "diloco muon int2": dict(
+        method="diloco", optimizer=MUON, inner_momentum="keep", payload="int2", lr=0.002
+    ),
     # Its fourth round has six steps.
     "qsr": {"method": "qsr", "qsr_alpha": 0.07},
     "sparseloco": {"method": "sparseloco", "sparseloco_ratio": 0.01, "node_sync": "outer"},
-    "one-shot": {
-        "method": "one-shot",
-        "one_shot_prune_iteration": 4,
-        "groups": ("coupled",),
-        "score": "gates",
-    },
-    "shrunk": {
-        **RAMP,
-        "groups": ("coupled",),
-        "freeze_iteration": 5,
-        "dropped": "shrink",
-        "score": "gates",
-    },
-    "prunetrain": {
-        "method": "prunetrain",
-        "prunetrain_reconfigure_every": 3,
-        "prunetrain_threshold": 0.27,
-        "model_ema_decay": 0.5,
-    },
+    "one-shot": dict(
+        method="one-shot", one_shot_prune_iteration=4, groups=("coupled",), score="gates"
+    ),
+    "shrunk": dict(RAMP, groups=("coupled",), freeze_iteration=5, dropped="shrink", score="gates"),
+    "prunetrain": dict(
+        method="prunetrain",
+        prunetrain_reconfigure_every=3,
+        prunetrain_threshold=0.27,
+        model_ema_decay=0.5,
+    ),
 }
 COVERED = {changes.get("method", "prunex") for changes in SCENARIOS.values()}
 SCENARIOS |= {m.name: {"method": m.name} for m in METHODS if m.name not in COVERED}
@@ -166,24 +145,20 @@ WORKERS_SHARE = ("dgc", "powersgd", "adacgd")
 BEHIND = {"residuals": "off", "evaluate_every": 5, "overlap_steps": 1}
 FEWER_BITS = {
     "int4": {**RAMP, "groups": ("coupled",), "freeze_iteration": 4, "payload": "int4"},
-    "int8sum": {
-        **RAMP,
-        "groups": ("channel",),
-        "freeze_iteration": 4,
-        "after_freeze": "admm",
-        "payload": "int8sum",
-    },
+    "int8sum": dict(
+        RAMP, groups=("channel",), freeze_iteration=4, after_freeze="admm", payload="int8sum"
+    ),
     "diloco int4": {"method": "diloco", "payload": "int4"},
     # What it has dropped is gone from the fourth iteration on.
-    "removed": {
-        **RAMP,
-        "groups": ("coupled",),
-        "freeze_iteration": 3,
-        "remove_dropped": True,
-        "payload": "int4",
-        "score": "gates",
-        "model_ema_decay": 0.75,
-    },
+    "removed": dict(
+        RAMP,
+        groups=("coupled",),
+        freeze_iteration=3,
+        remove_dropped=True,
+        payload="int4",
+        score="gates",
+        model_ema_decay=0.75,
+    ),
 }
 OVERLAPPED = {
     "behind": {**RAMP, **BEHIND, "freeze_iteration": 3},
@@ -213,22 +188,22 @@ for name in ("diloco int4 behind", "one-shot bf16 behind"):
 OVERLAPPED["one-shot bf16 behind"] |= {"one_shot_prune_iteration": 3, "groups": ("coupled",)}
 # Steps 1, 2 and 3 send a part each, or 1 and 3; after the freeze in iteration 3.
 STREAMED = {
-    "diloco int4 in parts": {
-        "method": "diloco",
-        "payload": "int4",
-        "fragments": 3,
-        "overlap_steps": 1,
-        "evaluate_every": 5,
-        "diloco_alpha": 0.5,
-    },
-    "one-shot in parts": {
-        "method": "one-shot",
-        "groups": ("coupled",),
-        "one_shot_prune_iteration": 3,
-        "fragments": 2,
-        "inner_momentum": "reset",
-        "model_ema_decay": 0.75,
-    },
+    "diloco int4 in parts": dict(
+        method="diloco",
+        payload="int4",
+        fragments=3,
+        overlap_steps=1,
+        evaluate_every=5,
+        diloco_alpha=0.5,
+    ),
+    "one-shot in parts": dict(
+        method="one-shot",
+        groups=("coupled",),
+        one_shot_prune_iteration=3,
+        fragments=2,
+        inner_momentum="reset",
+        model_ema_decay=0.75,
+    ),
     "removed int4 in parts": {
         **FEWER_BITS["removed"],
         **BEHIND,
