@@ -110,20 +110,6 @@ def test_program_equals_oracle(ranks_per_node, scenario, monkeypatch):
     assert (record["density"] < 0.61) == pruned
 
 
-def test_diloco_with_a_plain_outer_step_is_local_sgd():
-    """Outer learning rate 1 without momentum takes the mean, bit for bit."""
-    found = []
-    with nodes_of(2) as topology:
-        for changes in ({"method": "local-sgd"}, {"method": "diloco", "diloco_outer_lr": 1.0}):
-            if changes["method"] == "diloco":
-                changes |= {"diloco_outer_momentum": 0.0, "inner_momentum": "keep"}
-            stream = RandomStream(WORLD.rank, torch.float32)
-            model = new_net(torch.float32)
-            runs = list(run_driver(topology, make(**COMMON, **changes), model, stream, STEPS))
-            found.append(runs[-1][1].z.clone())
-    assert torch.equal(*found)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("method", ["prunex", "local-sgd"])
 def test_waiting_for_the_gradients_of_the_node_is_no_local_work(method, monkeypatch):

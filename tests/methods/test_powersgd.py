@@ -62,33 +62,6 @@ def three_by_three(rank: int) -> RunContext:
     return make_context(settings, model, RandomStream(0, torch.float64))
 
 
-def test_two_steps_by_hand():
-    """Vogels et al. 2019, Algorithms 1 and 2, of the mean matrix ((3 0 0) (0 0 0) (4 0 5)).
-
-    From q = (1 0 0): p = (3 0 4), orthonormalised (0.6 0 0.8), q = (5 0 4). The second gradients
-    are 0: what is left of the first, whose only column is the third, is found by the q of before.
-    """
-    context, wire = three_by_three(1), wire_of(WORLD)
-    space, state = powersgd.allocate(wire, context), context.state
-    state.memory["shared.right_factors"].copy_(torch.tensor([1.0, 0, 0]))
-    matrix, biases = torch.tensor([3.0, 0, 0, 0, 0, 0, 4, 0, 5]), torch.tensor([1.0, 2, 3])
-    # The workers' parts of it differ.
-    part = 2 * (WORLD.rank + 1) / (WORLD.size * (WORLD.size + 1))
-    found = []
-    for factor in (part, 0.0):
-        state.grad.copy_(torch.cat([matrix, biases]).double() * factor)
-        powersgd.exchange_(wire, space, context)
-        found.append((state.grad.clone(), state.memory["own.residual"].clone()))
-    (first, left), (second, nothing) = found
-    exact = {"rtol": 0, "atol": 1e-14}
-    wanted = torch.tensor([3.0, 0, 2.4, 0, 0, 0, 4, 0, 3.2, 1, 2, 3], dtype=torch.float64)
-    torch.testing.assert_close(first, wanted, **exact)
-    rest = torch.tensor([0.0, 0, -2.4, 0, 0, 0, 0, 0, 1.8, 0, 0, 0], dtype=torch.float64)
-    torch.testing.assert_close(left, part * rest, **exact)
-    torch.testing.assert_close(second, rest, **exact)
-    assert nothing.abs().max() < 1e-14
-
-
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     """Make columns orthonormal one after the other, as the authors' orthogonalize() does."""
     columns = []

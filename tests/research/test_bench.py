@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from compared import assert_sane, column, run_bench
@@ -15,15 +14,13 @@ from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.topology import Topology, build_topology, free_topology, nodes_of
 from prunex_mpi.config import cli
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.state import wires_of
 from prunex_mpi.research.bench import overhead
 from prunex_mpi.research.bench.bench_options import choose_sections, parse
 from prunex_mpi.research.bench.beside_torch import compare_with_ddp
 from prunex_mpi.research.bench.communication import collectives, cost_model, fit
-from prunex_mpi.research.bench.kernels import PHASES, block_codes, kernels, project_alone
+from prunex_mpi.research.bench.kernels import PHASES, block_codes, kernels
 from prunex_mpi.research.bench.sections import run_sections
-from prunex_mpi.research.bench.workbench import Bench, make_state
+from prunex_mpi.research.bench.workbench import Bench
 from prunex_mpi.settings.fields import PAYLOADS, Settings
 from prunex_mpi.tools.timing import Action, wall_times
 
@@ -77,22 +74,6 @@ def test_codes_by_blocks_are_timed_against_a_copy_of_the_vector(alone):
     bits = dict(zip(column(table, "payload"), column(table, "bits per value"), strict=True))
     codes = {"int8": 8.125, "int4": 4.125, "int2": 2.125, "int8sum": 8.25}
     assert bits == {"fp32": 32, "fp16": 16, "bf16": 16, **codes}
-
-
-def test_stand_alone_steps_do_what_the_driver_does(alone):
-    from prunex_mpi.methods import hsadmm
-
-    state, twin = make_state(SMALL, CPU), make_state(SMALL, CPU)
-    for name in ("u", "v", "scratch", "z_node", "z"):
-        values = torch.randn_like(state.theta)
-        getattr(state, name).copy_(values)
-        getattr(twin, name).copy_(values)
-    wires = wires_of(alone.topology, twin, alone.transport)
-    stage = Stage(strict=1.0, choose=True, vote=False, freeze=False, measured=False)
-    mask = project_alone(state, SMALL)
-    hsadmm.project(wires.workers, wires.node, twin, SMALL, twin.scratch, stage)
-    assert np.array_equal(mask, twin.mask)
-    assert torch.equal(state.scratch, twin.z_node)
 
 
 def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):

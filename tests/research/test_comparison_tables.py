@@ -18,7 +18,7 @@ from prunex_mpi.research.compare.comparison_tables import (
 )
 from prunex_mpi.research.compare.outcomes import Outcome, Point, Quality, Tuning, to_dict
 from prunex_mpi.tools.drawing import styled
-from prunex_mpi.tools.report.comparisons import MOST_CURVES_DRAWN, curves_of, front
+from prunex_mpi.tools.report.comparisons import curves_of, front
 
 
 def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
@@ -154,31 +154,6 @@ def test_a_course_is_the_mean_over_seeds_on_bytes_and_on_the_seconds_of_others()
 def test_the_front_is_what_no_other_row_surpasses_for_less():
     ends = [(3, 70.0), (1, 50.0), (2, 49.0), (3, 71.0), (9, 71.0), (4, 60.0)]
     assert front(ends) == [(1, 50.0), (3, 71.0)]
-
-
-def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
-    ran = {f"row {n}": n / 100 for n in range(1, MOST_CURVES_DRAWN + 2)}
-    shares = {"row 1": 0.5, "row 2": 0.97}
-
-    def drawn(count: int) -> tuple[list[str], int]:
-        runs = []
-        for row, accuracy in list(ran.items())[:count]:
-            curve = RAN.curve[0], replace(RAN.curve[1], accuracy=accuracy)
-            left = round(RAN.parameters_left * shares.get(row, 1.0))
-            runs += outcomes(row, curve=curve, parameters_left=left)
-        with styled():
-            panel = make_figure(comparison(runs), {}).axes[0]
-        hollow = [c[0] for c in panel.containers if c[0].get_markerfacecolor() == "white"]
-        assert len(hollow) == 1
-        courses = sum(len(line.get_xdata()) == len(RAN.curve) for line in panel.lines)
-        return panel.get_legend_handles_labels()[1], courses
-
-    names, courses = drawn(MOST_CURVES_DRAWN)
-    assert courses == MOST_CURVES_DRAWN
-    assert names[0] == f"row {MOST_CURVES_DRAWN}"
-    names, courses = drawn(MOST_CURVES_DRAWN + 1)
-    assert courses == 0
-    assert names[:2] == [f"1 row {MOST_CURVES_DRAWN + 1}", f"2 row {MOST_CURVES_DRAWN}"]
 
 
 @pytest.mark.parametrize("rows", [2, 25, 60])
