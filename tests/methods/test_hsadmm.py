@@ -398,6 +398,10 @@ class Linear1x1(nn.Module):
         return self.out(self.conv(x).flatten(1))
 
 
+CONVEX = {"preset": "paper", "penalty": "fixed", "groups": ("filter",), "lr": 0.5}
+CONVEX |= {"momentum": 0.0, "rho1": 0.7, "rho2": 0.7}
+
+
 def half_squares(outputs, targets):
     return 0.5 * ((outputs - targets) ** 2).sum(dim=1).mean()
 
@@ -413,21 +417,8 @@ def test_strongly_convex_optimum(ranks_per_node, keep):
     if ranks_per_node > WORLD.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
     decay = 0.1
-    settings = make(
-        preset="paper",
-        outer_iterations=100,
-        lr=0.5,
-        momentum=0.0,
-        weight_decay=decay,
-        rho1=0.7,
-        rho2=0.7,
-        penalty="fixed",
-        groups=("filter",),
-        keep_ratio=(keep,),
-        freeze_iteration=1,
-        eps_abs=0.0,
-        eps_rel=0.0,
-    )
+    changes = {"outer_iterations": 100, "keep_ratio": (keep,), "freeze_iteration": 1}
+    settings = make(**CONVEX, **changes, weight_decay=decay, eps_abs=0.0, eps_rel=0.0)
     torch.manual_seed(0)
     model = Linear1x1().double()
     with torch.no_grad():
@@ -447,20 +438,8 @@ def test_strongly_convex_optimum(ranks_per_node, keep):
 
 def converge(**changes):
     """Run the quadratic problem on nodes of one rank until it stops; return records and state."""
-    wanted = {
-        "preset": "paper",
-        "outer_iterations": 200,
-        "lr": 0.5,
-        "momentum": 0.0,
-        "rho1": 0.7,
-        "rho2": 0.7,
-        "penalty": "fixed",
-        "groups": ("filter",),
-        "freeze_drift": -1.0,
-        "eps_abs": 1e-5,
-        "eps_rel": 1e-5,
-    }
-    settings = make(**{**wanted, **changes})
+    usual = {"outer_iterations": 200, "freeze_drift": -1.0, "eps_abs": 1e-5, "eps_rel": 1e-5}
+    settings = make(**{**CONVEX, **usual, **changes})
     torch.manual_seed(0)
     model = Linear1x1().double()
     stream = Quadratic(WORLD.rank)

@@ -24,12 +24,6 @@ def small_model() -> nn.Sequential:
     )
 
 
-def set_statistics(module: nn.Module, data: Tensor) -> None:
-    """Set what a module would know of `data` [samples, channels], as population moments."""
-    module.running_mean.copy_(data.mean(dim=0))
-    module.running_var.copy_(data.var(dim=0, unbiased=False))
-
-
 def test_find_takes_only_modules_that_keep_statistics_and_each_once():
     model = small_model()
     shared = nn.Sequential(model, model[1])
@@ -56,26 +50,6 @@ def test_writing_what_was_read_changes_nothing():
     for module, (mean, variance) in zip(modules, before, strict=True):
         torch.testing.assert_close(module.running_mean, mean, rtol=1e-12, atol=1e-15)
         torch.testing.assert_close(module.running_var, variance, rtol=1e-12, atol=0)
-
-
-def test_averaging_moments_of_shards_gives_the_statistics_of_the_pooled_data():
-    torch.manual_seed(1)
-    # Shards of different means: averaging variances alone would miss the spread between them.
-    shards = [torch.randn(50, 4, dtype=torch.float64) * s + s for s in (0.5, 1.0, 3.0, 7.0)]
-    total, reference = torch.zeros(2, 8, dtype=torch.float64)
-    reference[:4] = 2.5
-    for data in shards:
-        module = nn.BatchNorm2d(4).double()
-        set_statistics(module, data)
-        flat = torch.empty(8, dtype=torch.float64)
-        batchnorm.read_([module], flat, reference)
-        total += flat / len(shards)
-    result, expected = nn.BatchNorm2d(4).double(), nn.BatchNorm2d(4).double()
-    batchnorm.as_plain_([result], total, reference)
-    batchnorm.write_plain([result], total)
-    set_statistics(expected, torch.cat(shards))
-    torch.testing.assert_close(result.running_mean, expected.running_mean, rtol=1e-13, atol=0)
-    torch.testing.assert_close(result.running_var, expected.running_var, rtol=1e-12, atol=0)
 
 
 def test_rounding_never_makes_a_variance_negative():

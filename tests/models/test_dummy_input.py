@@ -16,9 +16,7 @@ from prunex_mpi.models.dummy_input import (
     try_forward,
 )
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.groups import find_groups
 
 SIDE = 4
 
@@ -122,22 +120,6 @@ def test_ends_are_what_runs_first_and_last(model, stems, head):
     assert find_ends(network, Images(IMAGE)) == Ends(frozenset(stems), head)
     assert network.training
     assert not network.get_submodule(head.removesuffix(".weight")).training
-
-
-def test_neither_classes_nor_the_image_s_channels_are_pruned():
-    model = HeadFirst()
-    ends = find_ends(model, Images(IMAGE))
-    groups = find_groups(model, build_layout(model), ["filter", "channel"], [0.5], ends=ends)
-    assert groups.excluded == (
-        "head.weight [filter]: its outputs are the classes",
-        "stem.weight [channel]: its input channels are the image's",
-    )
-    # Without them the order of definition counts.
-    by_order = find_groups(model, build_layout(model), ["filter", "channel"], [0.5])
-    assert by_order.excluded == (
-        "head.weight [channel]: its input channels are the image's",
-        "stem.weight [filter]: its outputs are the classes",
-    )
 
 
 class Moving(nn.Module):

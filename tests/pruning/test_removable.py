@@ -18,6 +18,12 @@ from prunex_mpi.pruning.shrink import shrink
 IMAGES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
 def plain(activation: nn.Module | None = None) -> nn.Sequential:
     """Two convolutions of 4 channels, BatchNorm between them, and a classifier."""
     model = nn.Sequential(
@@ -69,7 +75,6 @@ def judged(model: nn.Module) -> tuple[list[int], tuple[str, ...], nn.Module]:
     return gone.tolist(), verdict.stays, smaller
 
 
-@torch.no_grad()
 def test_a_channel_that_nobody_reads_goes():
     model = plain()
     model[3].weight[:, 2] = 0
@@ -81,7 +86,6 @@ def test_a_channel_that_nobody_reads_goes():
     assert model[0].weight.shape == (4, 3, 3, 3)
 
 
-@torch.no_grad()
 def test_a_zero_filter_goes_only_where_its_constant_does_not_pass():
     model = plain()
     model[0].weight[:2] = 0
@@ -95,7 +99,6 @@ def test_a_zero_filter_goes_only_where_its_constant_does_not_pass():
     )
 
 
-@torch.no_grad()
 def test_a_constant_of_either_sign_stays_without_relu():
     model = plain(nn.Identity())
     model[0].weight[:2] = 0
@@ -105,7 +108,6 @@ def test_a_constant_of_either_sign_stays_without_relu():
     assert judged(model)[0] == [1]
 
 
-@torch.no_grad()
 def test_one_channel_stays_where_none_is_needed():
     model = plain()
     model[3].weight.zero_()
@@ -115,7 +117,6 @@ def test_one_channel_stays_where_none_is_needed():
     assert smaller[0].out_channels == 1
 
 
-@torch.no_grad()
 def test_a_silent_channel_whose_input_is_alive_stays():
     """These images do not show it, others may."""
     model = plain()
@@ -123,7 +124,6 @@ def test_a_silent_channel_whose_input_is_alive_stays():
     assert judged(model)[:2] == ([], ())
 
 
-@torch.no_grad()
 def test_channels_that_are_added_go_together():
     model = Added().eval()
     randomise_(model)
@@ -137,7 +137,6 @@ def test_channels_that_are_added_go_together():
     )
 
 
-@torch.no_grad()
 def test_channels_with_several_readers_go_when_none_reads_them():
     model = Added().eval()
     randomise_(model)
@@ -147,7 +146,6 @@ def test_channels_with_several_readers_go_when_none_reads_them():
     assert judged(model)[:2] == ([3], ("2 channels of a: ignored by some but not all of c and d",))
 
 
-@torch.no_grad()
 def test_zeros_inside_channels_stay_and_are_counted():
     model = plain()
     model[3].weight[:, 0, :2] = 0
@@ -159,7 +157,6 @@ def test_zeros_inside_channels_stay_and_are_counted():
     assert zeros_that_stay(plain().state_dict()) == []
 
 
-@torch.no_grad()
 def test_zero_filters_that_belong_to_no_group_are_said():
     model = plain(nn.Softplus())
     model[0].weight[1] = 0
@@ -211,7 +208,6 @@ class Divided(nn.Module):
         return self.last(torch.relu(x).mean(dim=(2, 3)))
 
 
-@torch.no_grad()
 def test_a_channel_that_no_weight_reads_stays_where_all_are_divided_by_their_length():
     model = Divided()
     model.last.weight[:, 2] = 0
@@ -224,7 +220,6 @@ def test_a_channel_that_no_weight_reads_stays_where_all_are_divided_by_their_len
     assert (gone, stays) == ([2], ())
 
 
-@torch.no_grad()
 def test_a_constant_that_only_a_length_is_made_of_stays():
     model = Divided()
     model.first.weight[1] = model.first.bias[1] = model.norm.running_mean[1] = 0

@@ -72,26 +72,6 @@ def test_comparisons_of_different_rows_are_joined():
     assert join([whole]) == whole
 
 
-def test_joined_notes_say_of_which_rows_they_are():
-    runs = outcomes("dense", "topk", "prunex")
-    rates = [f"learning rates: {way}" for way in ("given", "tuned")]
-    again = [replace(run, seed=1) for run in runs]
-    parts = [
-        comparison(runs[:2], notes=(rates[0], "1/4 of each")),
-        comparison(runs[2:], notes=(rates[1], "1/4 of each")),
-    ]
-    named = (f"{rates[0]} (of dense, topk)", "1/4 of each", f"{rates[1]} (of prunex)")
-    joined = join(parts)
-    assert joined.notes == named
-    # Once more: what says whose it is needs no more.
-    assert join([joined, comparison(again, notes=("other",))]).notes == (
-        named[0],
-        "1/4 of each (of dense, topk, prunex; seed 0)",
-        named[2],
-        "other (of dense, topk, prunex; seed 1)",
-    )
-
-
 def test_comparisons_of_other_seeds_are_joined():
     first, second = (
         [replace(run, seed=seed) for seed in seeds for run in outcomes("dense", "topk")]
