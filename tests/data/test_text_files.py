@@ -20,6 +20,11 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def written(folder: Path, text: str) -> Path:
+    (folder / "text").write_text(text)
+    return folder / "text"
+
+
 def all_tokens(data_dir: Path | str, tokenizer: str = "bytes") -> list[int]:
     tokens = read_text_data(str(data_dir), tokenizer).tokens
     return tokens.rows([0], len(tokens))[0].tolist()
@@ -54,16 +59,14 @@ def test_the_files_of_a_folder_come_in_the_order_of_their_paths(tmp_path):
 
 
 def test_bytes_are_the_files_themselves(tmp_path, scratch):
-    file = tmp_path / "text"
-    file.write_text("Ä b\n")
+    file = written(tmp_path, "Ä b\n")
     prepared = prepare(str(file), "bytes")
     assert prepared.files == (str(file),) and not list(scratch.iterdir())
     assert bytes(all_tokens(file)) == "Ä b\n".encode()
 
 
 def test_characters_are_numbered_in_order_and_their_file_is_gone_once_mapped(tmp_path, scratch):
-    file = tmp_path / "text"
-    file.write_text("caÄ𝄞a")
+    file = written(tmp_path, "caÄ𝄞a")
     text = read_text_data(str(file), "chars")
     assert text.tokenizer.characters == "acÄ𝄞" and text.tokenizer.size == 4
     assert text.tokens.rows([0], 5).tolist() == [[1, 0, 2, 3, 0]]
@@ -90,8 +93,7 @@ def test_a_vocabulary_above_256_takes_16_bits(tmp_path):
 
 
 def test_a_tokenizer_file_gives_its_tokens(tmp_path, scratch):
-    file = tmp_path / "text"
-    file.write_text("ab cd Ä\n")
+    file = written(tmp_path, "ab cd Ä\n")
     name = str(tokenizer_file(tmp_path / "tokenizer.json"))
     text = read_text_data(str(file), name)
     numbers = text.tokens.rows([0], len(text.tokens))[0].tolist()
@@ -143,8 +145,7 @@ def test_what_is_missing_or_no_file_is_refused(tmp_path):
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
-    file = tmp_path / "text"
-    file.write_text("some text")
+    file = written(tmp_path, "some text")
     with pytest.raises(UserError, match="is no tokenizer"):
         prepare(str(file), str(file))
     with pytest.raises(UserError, match="give bytes, chars, or a tokenizer"):
@@ -152,8 +153,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
 
 
 def test_characters_beyond_a_known_vocabulary_are_refused(tmp_path):
-    file = tmp_path / "text"
-    file.write_text("abc")
+    file = written(tmp_path, "abc")
     known = prepare(str(file), "chars").tokenizer
     file.write_text("ba")
     assert read_text_data(str(file), "chars", known).tokens.rows([0], 2).tolist() == [[1, 0]]
@@ -165,8 +165,7 @@ def test_characters_beyond_a_known_vocabulary_are_refused(tmp_path):
 
 
 def test_no_room_for_tokens_is_one_line(tmp_path, monkeypatch):
-    file = tmp_path / "text"
-    file.write_text("abc")
+    file = written(tmp_path, "abc")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="TMPDIR"):
         prepare(str(file), "chars")

@@ -486,37 +486,20 @@ scaled = partial(Around, Scaled)
 half_biased = partial(Around, HalfBiased)
 
 # With the share of all elements that half of the groups leave: small layers are hard to halve.
-NETWORKS = {
-    "resnext": 0.27,
-    "regnet_y": 0.32,
-    "convnext_t": 0.36,
-    "swin": 0.33,
-    "swin_v2": 0.33,
-    "vit": 0.35,
-    "timm_vit": 0.35,
-    "timm_vit_normed": 0.35,
-    "timm_swin": 0.33,
-    "timm_convnext": 0.36,
-    "encoder": 0.35,
-    "encoder_batch_first": 0.35,
-    "encoder_norm_first": 0.35,
-    "own_attention": 0.35,
-    "dropping_attention": 0.35,
-    "apart_attention": 0.35,
-    "separate_attention": 0.35,
-    "chunked_attention": 0.35,
-    "placed": 0.37,
-    "gated": 0.35,
-    "normed": 0.35,
-    "parts": 0.31,
-    "shuffled": 0.31,
-    "chosen": 0.35,
-    "keywords": 0.45,
-    "response_norm": 0.35,
-    "one_group": 0.31,
-    "spatial_gate": 0.42,
-    "split_attention": 0.37,
-    "context": 0.35,
-    "scaled": 0.35,
-    "half_biased": 0.4,
+SHARES = {
+    0.27: "resnext",
+    0.31: "parts shuffled one_group",
+    0.32: "regnet_y",
+    0.33: "swin swin_v2 timm_swin",
+    0.35: (
+        "vit timm_vit timm_vit_normed encoder encoder_batch_first encoder_norm_first "
+        "own_attention dropping_attention apart_attention separate_attention "
+        "chunked_attention gated normed chosen response_norm context scaled"
+    ),
+    0.36: "convnext_t timm_convnext",
+    0.37: "placed split_attention",
+    0.4: "half_biased",
+    0.42: "spatial_gate",
+    0.45: "keywords",
 }
+NETWORKS = {name: share for share, names in SHARES.items() for name in names.split()}

@@ -21,21 +21,14 @@ from prunex_mpi.tools.export_proof import EXACT, ROUNDINGS
 from prunex_mpi.tools.export_run import write_network
 
 # What half of the groups at most can leave of the parameters.
-NETWORKS = {
-    "resnet20": 0.4,
-    "vit_tiny": 0.35,
-    "resnet18": 0.4,
-    "resnet50": 0.4,
-    "wide_resnet50_2": 0.4,
-    "vgg16_bn": 0.4,
-    "vgg19_small": 0.4,
-    "mobilenet_v2": 0.4,
-    "mobilenet_v3_small": 0.4,
-    "mnasnet0_5": 0.4,
-    "densenet121": 0.4,
-    "shufflenet_v2_x0_5": 0.6,
-    "vit_b_16": 0.35,
-}
+NETWORKS = dict.fromkeys(
+    (
+        *("resnet20", "resnet18", "resnet50", "wide_resnet50_2", "vgg16_bn", "vgg19_small"),
+        *("mobilenet_v2", "mobilenet_v3_small", "mnasnet0_5", "densenet121"),
+    ),
+    0.4,
+)
+NETWORKS |= {"vit_tiny": 0.35, "vit_b_16": 0.35, "shufflenet_v2_x0_5": 0.6}
 SIDE = 32
 LARGE = ("wide_resnet50_2", "vgg16_bn", "vgg19_small", "vit_b_16")
 

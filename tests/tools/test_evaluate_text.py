@@ -19,17 +19,8 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 
 TEXT = "".join(f"{i} times {j} is {i * j};\n" for i in range(12) for j in range(12))
 MODEL = "tiny_text:gpt"
-TINY = {
-    "method": "dense",
-    "dataset": "text",
-    "tokenizer": "chars",
-    "model": MODEL,
-    "context": 8,
-    "batch_size": 4,
-    "local_steps": 3,
-    "outer_iterations": 2,
-    "progress": "off",
-}
+TINY = {"method": "dense", "dataset": "text", "tokenizer": "chars", "model": MODEL, "context": 8}
+TINY |= {"batch_size": 4, "local_steps": 3, "outer_iterations": 2, "progress": "off"}
 
 
 def write(path: Path, text: str) -> Path:

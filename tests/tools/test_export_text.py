@@ -16,21 +16,10 @@ from prunex_mpi.tools.export_run import SAMPLED_TOKENS, export, smaller
 pytestmark = pytest.mark.two_ranks
 
 MODEL, CONTEXT = "tiny_text:gpt", 8
-RUN = {
-    "dataset": "text",
-    "tokenizer": "bytes",
-    "model": MODEL,
-    "context": CONTEXT,
-    "groups": ("coupled",),
-    "batch_size": 4,
-    "local_steps": 2,
-    "outer_iterations": 6,
-    "warmup_iterations": 1,
-    "keep_ramp_iterations": 1,
-    "freeze_iteration": 4,
-    "test_samples": 16,
-    "progress": "off",
-}
+RUN = {"dataset": "text", "tokenizer": "bytes", "model": MODEL, "context": CONTEXT}
+RUN |= {"batch_size": 4, "local_steps": 2, "outer_iterations": 6, "test_samples": 16}
+RUN |= {"warmup_iterations": 1, "keep_ramp_iterations": 1, "freeze_iteration": 4}
+RUN |= {"groups": ("coupled",), "progress": "off"}
 
 
 @pytest.mark.mpi

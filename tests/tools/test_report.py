@@ -35,7 +35,6 @@ from prunex_mpi.tools.report.page import Page
 from prunex_mpi.tools.report.read_runs import (
     COLUMNS,
     Run,
-    read_layers,
     read_run,
     thin,
 )
@@ -526,23 +525,6 @@ def test_thinning_keeps_what_sticks_out():
     assert (thin_x[0], thin_x[-1]) == (0, 9999)
     assert np.isfinite(thin_y).all() and (np.diff(thin_x) > 0).all()
     assert all(y[int(a)] == b for a, b in zip(thin_x, thin_y, strict=True))
-
-
-def test_layers_of_a_long_run_are_read_here_and_there(tmp_path):
-    path = make_run(tmp_path / "run", iterations=300)
-    found = read_run(path)
-    wanted = one_run.wanted_iterations(found)
-    assert len(wanted) <= 2 * one_run.LAYER_COLUMNS and wanted[-1] == 300
-    # What is passed over isn't even parsed.
-    lines = (path / "layers.jsonl").read_text().splitlines()
-    passed = next(k for k in range(2, 300) if k not in wanted)
-    spoilt = [f'{line[:25]} "' if f'n": {passed},' in line else line for line in lines]
-    (path / "layers.jsonl").write_text("\n".join(spoilt) + "\n")
-    layers = read_layers(path, wanted)
-    assert layers is not None
-    assert layers.iterations.tolist() == wanted
-    assert layers.values["density"].shape == (len(wanted), 5)
-    assert np.isnan(layers.values["inter_dual"][-1]).all()
 
 
 @pytest.mark.long
