@@ -248,19 +248,9 @@ def test_ramp_grows_up_to_the_limit_whatever_the_residuals():
     assert seen == [3.0, 6.0, 10.0, 10.0]
 
 
-RAMP = {
-    "groups": ("coupled",),
-    "outer_iterations": 9,
-    "warmup_iterations": 1,
-    "keep_ramp_iterations": 4,
-    "freeze_iteration": 7,
-    "lr_schedule": "constant",
-    "warmup_ratio": 0.0,
-    "rho1": 0.02,
-    "rho2": 0.005,
-    "bn": "average",
-    "residuals": "off",
-}
+RAMP = {"groups": ("coupled",), "outer_iterations": 9, "warmup_iterations": 1}
+RAMP |= {"keep_ramp_iterations": 4, "freeze_iteration": 7, "lr_schedule": "constant"}
+RAMP |= {"warmup_ratio": 0.0, "rho1": 0.02, "rho2": 0.005, "bn": "average", "residuals": "off"}
 
 
 def run(dropped, ranks_per_node, grows):

@@ -36,31 +36,13 @@ from prunex_mpi.settings.fields import PAYLOADS
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}
 STEPS = 2
 
-RECIPE = {
-    "outer_iterations": 6,
-    "warmup_iterations": 1,
-    "keep_ramp_iterations": 2,
-    "freeze_iteration": 4,
-    "lr": 0.05,
-    "lr_schedule": "constant",
-    "warmup_ratio": 0.0,
-    "bn": "average",
-    "rho1": 0.02,
-    "rho2": 0.005,
-}
-PAPER = {
-    **RECIPE,
-    "warmup_iterations": 0,
-    "keep_ramp_iterations": 0,
-    "theta_start": "theta",
-    "node_sync": "outer",
-    "mask_agreement": "or",
-    "after_freeze": "admm",
-    "weight_decay_in": "z",
-    "weight_decay": 1e-3,
-    "weight_decay_on": "weights",
-    "penalty": "balance",
-}
+RECIPE = {"outer_iterations": 6, "warmup_iterations": 1, "keep_ramp_iterations": 2}
+RECIPE |= {"freeze_iteration": 4, "lr": 0.05, "lr_schedule": "constant", "warmup_ratio": 0.0}
+RECIPE |= {"bn": "average", "rho1": 0.02, "rho2": 0.005}
+PAPER = {**RECIPE, "warmup_iterations": 0, "keep_ramp_iterations": 0, "theta_start": "theta"}
+PAPER |= {"node_sync": "outer", "mask_agreement": "or", "after_freeze": "admm"}
+PAPER |= {"weight_decay_in": "z", "weight_decay": 1e-3, "weight_decay_on": "weights"}
+PAPER |= {"penalty": "balance"}
 SCENARIOS = {
     "recipe": RECIPE,
     "recipe-admm-filter-channel": dict(
@@ -128,30 +110,13 @@ CASES = [(name, torch.float64) for name in SCENARIOS]
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
 # What differs from another scenario in little.
 RARELY = (
-    "fp16",
-    "bf16",
-    "int8",
-    "int2",
-    "all-behind",
-    "ramp-behind",
-    "pruned-at-once",
-    "coupled",
-    "admm-adamw",
-    "shrunk-int4-behind",
+    *("fp16", "bf16", "int8", "int2", "all-behind", "ramp-behind", "pruned-at-once", "coupled"),
+    *("admm-adamw", "shrunk-int4-behind"),
 )
 # What asks nothing of an MPI that others do not.
 ARITHMETIC = (
-    "composed",
-    "gates-outer",
-    "admm-int4-behind",
-    "int8sum-behind",
-    "filter-channel",
-    "shape-outer",
-    "adamw",
-    "gates",
-    "shrunk-admm",
-    "apart-shrunk",
-    "apart-admm-outer",
+    *("composed", "gates-outer", "admm-int4-behind", "int8sum-behind", "filter-channel"),
+    *("shape-outer", "adamw", "gates", "shrunk-admm", "apart-shrunk", "apart-admm-outer"),
 )
 
 

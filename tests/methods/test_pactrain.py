@@ -67,17 +67,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 STEPS = 4
 # Buckets of 1 KiB cut the 801 parameters of the test network into 7 of float64, 4 of float32.
-COMMON = {
-    "method": "pactrain",
-    "outer_iterations": 3,
-    "lr": 0.05,
-    "lr_schedule": "constant",
-    "warmup_ratio": 0.0,
-    "bucket_mib": 2**-10,
-    "pactrain_stable_window": 2,
-    "pactrain_score": "magnitude",
-    "keep_ratio": (0.3,),
-}
+COMMON = {"method": "pactrain", "outer_iterations": 3, "lr": 0.05, "lr_schedule": "constant"}
+COMMON |= {"warmup_ratio": 0.0, "bucket_mib": 2**-10, "pactrain_stable_window": 2}
+COMMON |= {"pactrain_score": "magnitude", "keep_ratio": (0.3,)}
 SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 
 

@@ -58,16 +58,8 @@ from prunex_mpi.settings.fields import Settings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
-COMMON = {
-    "dataset": "synthetic",
-    "train_samples": 64,
-    "test_samples": 16,
-    "image_size": 8,
-    "batch_size": 4,
-    "outer_iterations": 6,
-    "local_steps": 3,
-    "lr": 0.05,
-}
+COMMON = {"dataset": "synthetic", "train_samples": 64, "test_samples": 16, "image_size": 8}
+COMMON |= {"batch_size": 4, "outer_iterations": 6, "local_steps": 3, "lr": 0.05}
 RAMP = {"warmup_iterations": 1, "keep_ramp_iterations": 2}
 # Older versions of torch have none.
 MUON = "muon" if hasattr(torch.optim, "Muon") else "adamw"

@@ -112,24 +112,11 @@ def test_an_estimate_follows_where_a_link_is_given():
     assert re.search(rf"fp32 +3 +{4 * payload // 3:,} ", text)
 
 
-SHORT = {
-    "model": "resnet8",
-    "dataset": "synthetic",
-    "image_size": 8,
-    "train_samples": 16,
-    "test_samples": 8,
-    "batch_size": 2,
-    "local_steps": 1,
-    "outer_iterations": 3,
-    "evaluate_every": 3,
-    "device": "cpu",
-}
-PRUNED = {
-    "groups": ("coupled",),
-    "warmup_iterations": 1,
-    "keep_ramp_iterations": 2,
-    "freeze_iteration": 3,
-}
+SHORT = {"model": "resnet8", "dataset": "synthetic", "image_size": 8, "train_samples": 16}
+SHORT |= {"test_samples": 8, "batch_size": 2, "local_steps": 1, "outer_iterations": 3}
+SHORT |= {"evaluate_every": 3, "device": "cpu"}
+PRUNED = {"groups": ("coupled",), "warmup_iterations": 1, "keep_ramp_iterations": 2}
+PRUNED |= {"freeze_iteration": 3}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from small_runs import COMMON, PRUNING
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.cli import parse
-from prunex_mpi.config.resolve import flat_values, make, resumed, to_toml
+from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.run import supervision
 from prunex_mpi.run.directory import RunDirectory, same_run
 from prunex_mpi.settings.fields import Settings
@@ -133,19 +132,6 @@ def test_a_job_that_is_ended_before_its_summary_has_its_last_checkpoint(monkeypa
         totals = json.loads((folder / "run/summary.json").read_text())
         assert (totals["status"], totals["checkpoints"]["count"]) == ("completed", 1)
         WORLD.Barrier()
-
-
-def test_only_more_iterations_are_another_length():
-    saved = flat_values(make(outer_iterations=16))
-    share = Fraction(1, 16)
-    for given in ({"outer_iterations": 24}, {"outer_iterations": 24, "warmup_iterations": share}):
-        found = resumed(saved, given)
-        assert found.outer_iterations == 24
-        assert (found.warmup_iterations, found.freeze_iteration) == (1, 7)
-    with pytest.raises(UserError, match="--outer-iterations 8 is fewer than the run's 16"):
-        resumed(saved, {"outer_iterations": 8})
-    with pytest.raises(UserError, match=r"--lr 1\.0 differs"):
-        resumed(saved, {"outer_iterations": 24, "lr": 1.0})
 
 
 def test_checkpoints_of_a_shorter_run_are_its_own_and_no_others():
