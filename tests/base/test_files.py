@@ -19,7 +19,7 @@ from prunex_mpi.base.files import (
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, files.CHUNK_BYTES, files.CHUNK_BYTES + 3])
-def test_records_are_of_the_whole_file_or_of_its_beginning(size: int, tmp_path: Path) -> None:
+def test_records_are_of_the_whole_file_or_of_its_beginning(size, tmp_path):
     data = os.urandom(size)
     (tmp_path / "file").write_bytes(data + b"tail")
     assert read_record(tmp_path / "file", size) == FileRecord(size, zlib.crc32(data))
@@ -28,9 +28,7 @@ def test_records_are_of_the_whole_file_or_of_its_beginning(size: int, tmp_path: 
     assert FileRecord().extended(data).extended(b"tail") == read_record(tmp_path / "file")
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_durably(path, "old")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
@@ -48,9 +46,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_several_processes_write_a_file_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_write_a_file_at_a_time(tmp_path, monkeypatch):
     """One comes while another is between its temporary file and the name."""
     path, real, others = tmp_path / "file", os.replace, [1, 2]
 
@@ -67,7 +63,7 @@ def test_several_processes_write_a_file_at_a_time(
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_file_to_write_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_file_to_write_is_left_as_it_was(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("kept")
     for path in (str(old), str(new), "/dev/null", ""):
@@ -80,9 +76,7 @@ def test_a_file_to_write_is_left_as_it_was(tmp_path: Path) -> None:
         prepare_file("json", str(tmp_path))
 
 
-def test_several_processes_may_prepare_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_may_prepare_one_file(tmp_path, monkeypatch):
     """Another one comes, or has gone, between the two looks of the first."""
     path, real, turns = tmp_path / "file", os.open, ["another has made it", "it is gone"]
 
@@ -97,7 +91,7 @@ def test_several_processes_may_prepare_one_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_is_removed_file_by_file_and_a_link_to_one_is_not(tmp_path: Path) -> None:
+def test_a_folder_is_removed_file_by_file_and_a_link_to_one_is_not(tmp_path):
     folder, calls = tmp_path / "folder", []
     (folder / "deeper").mkdir(parents=True)
     for name in ("a", "b", "deeper/c"):
@@ -111,7 +105,7 @@ def test_a_folder_is_removed_file_by_file_and_a_link_to_one_is_not(tmp_path: Pat
     assert len(calls) == 2 and not folder.exists()
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_through_a_link(tmp_path, monkeypatch):
     own, folder = tmp_path / "own", tmp_path / "folder"
     own.write_text("kept")
     folder.mkdir()

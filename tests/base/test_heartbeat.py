@@ -3,7 +3,7 @@
 from prunex_mpi.base.heartbeat import PHASES, Heartbeat
 
 
-def test_it_counts_and_tells_where_the_rank_is() -> None:
+def test_it_counts_and_tells_where_the_rank_is():
     heartbeat = Heartbeat()
     assert heartbeat.phase in PHASES
     assert heartbeat.describe() == "phase start"

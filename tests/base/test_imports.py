@@ -1,7 +1,6 @@
 """Modules are imported that the user has named; a file alone names none."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from prunex_mpi.base.imports import check_foreign, check_named, import_function
 TRAP = "raise SystemExit('this was executed')\n"
 
 
-def test_what_a_file_alone_names_is_not_imported(tmp_path: Path, monkeypatch) -> None:
+def test_what_a_file_alone_names_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "trap.py").write_text(TRAP)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="repeat it as --model trap:f"):
@@ -25,9 +24,7 @@ def test_what_a_file_alone_names_is_not_imported(tmp_path: Path, monkeypatch) ->
 
 
 @pytest.mark.parametrize("name", ["trap:f", "parts.trap:f"])
-def test_a_module_inside_the_folder_that_is_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_module_inside_the_folder_that_is_read_is_refused(tmp_path, monkeypatch, name):
     (tmp_path / "run/parts").mkdir(parents=True)
     for path in ("run/trap.py", "run/parts/__init__.py", "run/parts/trap.py"):
         (tmp_path / path).write_text(TRAP)
@@ -38,7 +35,7 @@ def test_a_module_inside_the_folder_that_is_read_is_refused(
 
 
 @pytest.mark.parametrize("flags", [["--model", "nets:small"], ["--model=nets:small"]])
-def test_flags_name_what_may_be_imported(flags: list[str]) -> None:
+def test_flags_name_what_may_be_imported(flags):
     names = {"model": "nets:small", "loss": "cross-entropy"}
     check_foreign(names, flags, "")
     with pytest.raises(UserError, match="--model nets:small"):
@@ -47,6 +44,6 @@ def test_flags_name_what_may_be_imported(flags: list[str]) -> None:
         check_foreign({**names, "dataset": "data:own"}, flags, "")
 
 
-def test_a_name_that_is_no_function_is_refused() -> None:
+def test_a_name_that_is_no_function_is_refused():
     with pytest.raises(UserError, match="has no function 'none'"):
         import_function("model", "json:none", "to build it")

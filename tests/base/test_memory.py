@@ -20,7 +20,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text + "\n")
 
 
-def test_the_machine_is_the_limit_where_nobody_sets_a_lower_one(tmp_path: Path) -> None:
+def test_the_machine_is_the_limit_where_nobody_sets_a_lower_one(tmp_path):
     assert memory_limit({}, tmp_path) == (64 * GIB, "this machine has")
     more = {"SLURM_MEM_PER_NODE": str(128 * 1024)}
     assert memory_limit(more, tmp_path) == (64 * GIB, "this machine has")
@@ -36,13 +36,13 @@ def test_the_machine_is_the_limit_where_nobody_sets_a_lower_one(tmp_path: Path) 
         ({"SLURM_MEM_PER_GPU": "5000", "SLURM_GPUS_ON_NODE": "2"}, 10000),
     ],
 )
-def test_slurm_gives_less(tmp_path: Path, given: dict[str, str], mib: int) -> None:
+def test_slurm_gives_less(tmp_path, given, mib):
     (variable, *_) = given
     expected = f"Slurm gives the job here ({variable})"
     assert memory_limit(given, tmp_path) == (mib * MIB, expected)
 
 
-def test_cgroups_of_version_2_limit_what_is_in_them(tmp_path: Path) -> None:
+def test_cgroups_of_version_2_limit_what_is_in_them(tmp_path):
     write(tmp_path / "proc/self/cgroup", "0::/slurm/job_7/step_0")
     base = tmp_path / "sys/fs/cgroup"
     for folder, text in (("", "max"), ("slurm", "max"), ("slurm/job_7", str(3 * GIB))):
@@ -53,7 +53,7 @@ def test_cgroups_of_version_2_limit_what_is_in_them(tmp_path: Path) -> None:
     assert memory_limit({"SLURM_MEM_PER_NODE": "1024"}, tmp_path)[0] == GIB
 
 
-def test_cgroups_of_version_1_limit_what_is_in_them(tmp_path: Path) -> None:
+def test_cgroups_of_version_1_limit_what_is_in_them(tmp_path):
     write(tmp_path / "proc/self/cgroup", "9:cpu,memory:/job\n1:name=systemd:/x\n0::/")
     write(tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712")
     assert memory_limit({}, tmp_path)[0] == 64 * GIB
@@ -62,7 +62,7 @@ def test_cgroups_of_version_1_limit_what_is_in_them(tmp_path: Path) -> None:
     assert memory_limit({}, tmp_path) == (2 * GIB, whose)
 
 
-def test_a_container_sees_the_end_of_its_path_alone(tmp_path: Path) -> None:
+def test_a_container_sees_the_end_of_its_path_alone(tmp_path):
     write(tmp_path / "proc/self/cgroup", "0::/docker/0123")
     write(tmp_path / "sys/fs/cgroup/memory.max", str(GIB))
     assert memory_limit({}, tmp_path)[0] == GIB

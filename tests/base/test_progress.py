@@ -44,9 +44,7 @@ def record(iteration: int, accuracy: float | None = 0.9512, frozen: bool = False
     }
 
 
-def test_it_is_one_line_per_iteration_where_there_is_no_terminal(
-    capsys: pytest.CaptureFixture[str], clock: list[float]
-) -> None:
+def test_it_is_one_line_per_iteration_where_there_is_no_terminal(capsys, clock):
     progress = begin(LENGTH, "auto", 0, Heartbeat())
     progress.start(0, 0, 10)
     clock[0] += 2.0
@@ -66,9 +64,7 @@ def test_it_is_one_line_per_iteration_where_there_is_no_terminal(
     assert second.endswith("00:10 left, frozen")
 
 
-def test_nothing_is_left_after_the_last(
-    capsys: pytest.CaptureFixture[str], clock: list[float]
-) -> None:
+def test_nothing_is_left_after_the_last(capsys, clock):
     progress = begin(LENGTH, "auto", 0, Heartbeat())
     progress.start(7, 70, 10)
     clock[0] += 2.0
@@ -77,9 +73,7 @@ def test_nothing_is_left_after_the_last(
     assert capsys.readouterr().err.endswith("512 images/s\n")
 
 
-def test_a_long_iteration_says_every_half_minute_where_it_is(
-    capsys: pytest.CaptureFixture[str], clock: list[float]
-) -> None:
+def test_a_long_iteration_says_every_half_minute_where_it_is(capsys, clock):
     heartbeat = Heartbeat()
     progress = begin(LENGTH, "auto", 0, heartbeat)
     progress.start(2, 20, 10)
@@ -108,9 +102,7 @@ def test_a_long_iteration_says_every_half_minute_where_it_is(
     progress.close()
 
 
-def test_its_thread_looks_by_itself(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_thread_looks_by_itself(capsys, monkeypatch):
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     monkeypatch.setattr(module, "LINE_S", 0.02)
     heartbeat = Heartbeat()
@@ -126,9 +118,7 @@ def test_its_thread_looks_by_itself(
 
 
 @pytest.mark.parametrize(("mode", "rank"), [("off", 0), ("auto", 1), ("on", 1)])
-def test_it_is_silent_when_off_and_on_other_ranks(
-    mode: str, rank: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_silent_when_off_and_on_other_ranks(mode, rank, capsys):
     progress = begin(LENGTH, mode, rank, Heartbeat())
     assert "progress" not in [thread.name for thread in threading.enumerate()]
     progress.start(0, 0, 10)
@@ -138,12 +128,7 @@ def test_it_is_silent_when_off_and_on_other_ranks(
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
-def test_it_is_a_bar_on_a_terminal_and_where_one_is_asked_for(
-    mode: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    clock: list[float],
-) -> None:
+def test_it_is_a_bar_on_a_terminal_and_where_one_is_asked_for(mode, capsys, monkeypatch, clock):
     if mode == "auto":
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     heartbeat = Heartbeat()

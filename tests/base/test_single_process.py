@@ -1,12 +1,10 @@
 """Programs of one process: they end with a line and an exit code."""
 
-import pytest
-
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.single_process import run_single_process
 
 
-def test_an_error_is_one_line_whatever_names_are_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line_whatever_names_are_in_it(capsys):
     def context(_: object) -> None:
         raise UserError("class 'a\x1b[2Jb\nc' is not there", UNREADABLE)
 

@@ -5,7 +5,7 @@ import json
 from prunex_mpi.base.tables import Table, as_json, format_lines, format_table
 
 
-def test_tables_align_and_survive_json() -> None:
+def test_tables_align_and_survive_json():
     table = Table("t", ("name", "n"), (("long name", 1), ("x", None), ("y", 1234.5)), ("note",))
     assert format_table(table).splitlines() == [
         "t",
@@ -19,12 +19,12 @@ def test_tables_align_and_survive_json() -> None:
     assert written["tables"][0]["rows"] == [["long name", 1], ["x", None], ["y", 1234.5]]
 
 
-def test_names_of_others_are_shown_and_not_obeyed() -> None:
+def test_names_of_others_are_shown_and_not_obeyed():
     table = Table("t", ("class", "n"), (("\x1b[2Jant\nbee\u202e", 1), ("caf\u00e9 \udc80", 2)))
     rows = [line.rsplit(maxsplit=1) for line in format_table(table).splitlines()[2:]]
     assert rows == [["  \\x1b[2Jant\\nbee\\u202e", "1"], ["  café \\udc80", "2"]]
     assert format_lines([("name", "a\rb")]) == "name  a\\rb"
 
 
-def test_lines_are_aligned() -> None:
+def test_lines_are_aligned():
     assert format_lines([("a", "1"), ("long name", "2")]) == "a          1\nlong name  2"

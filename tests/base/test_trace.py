@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
-from prunex_mpi.base.trace import HELPER, Trace, TraceFile, label
+from prunex_mpi.base.trace import HELPER, Trace, TraceFile
 
 
-def test_events_count_microseconds_from_the_beginning_of_the_trace() -> None:
+def test_events_count_microseconds_from_the_beginning_of_the_trace():
     trace = Trace(3, HELPER, base=100.0)
     trace.note("message", "Allreduce", 100.25, 100.5, {"payload": 12, "sent": 8})
     trace.note("step", "step 1", 100.000001, 101.0, {})
@@ -30,14 +30,14 @@ def test_events_count_microseconds_from_the_beginning_of_the_trace() -> None:
     assert trace.take() == []
 
 
-def test_what_begins_together_is_written_with_the_longest_first() -> None:
+def test_what_begins_together_is_written_with_the_longest_first():
     trace = Trace(0)
     trace.note("message", "inner", 5.0, 5.1, {})
     trace.note("phase", "outer", 5.0, 5.2, {})
     assert [json.loads(event)["name"] for event in trace.take()] == ["outer", "inner"]
 
 
-def test_ends_stay_inside_of_what_they_lie_in_after_days() -> None:
+def test_ends_stay_inside_of_what_they_lie_in_after_days():
     trace = Trace(0)
     for number in range(2000):
         start = 1e6 + number * 0.0123456789
@@ -51,16 +51,6 @@ def test_ends_stay_inside_of_what_they_lie_in_after_days() -> None:
         assert ends[1] <= ends[0] + 1
 
 
-def test_ranks_and_threads_have_names() -> None:
-    events = [json.loads(event) for event in label(2, 'rank 2, node 1 (a "host")')]
-    assert all(event["ph"] == "M" and event["pid"] == 2 for event in events)
-    names = {event["name"]: event["args"] for event in events}
-    assert names["process_name"] == {"name": 'rank 2, node 1 (a "host")'}
-    assert names["process_sort_index"] == {"sort_index": 2}
-    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert threads == {0: "main", HELPER: "helper"}
-
-
 def event(number: int) -> dict[str, Any]:
     return {"ph": "X", "name": f"event {number}"}
 
@@ -72,7 +62,7 @@ def written(path: Path, count: int, *, ended: bool = True) -> float:
     return file.zero
 
 
-def test_it_is_an_array_when_it_has_ended(tmp_path: Path) -> None:
+def test_it_is_an_array_when_it_has_ended(tmp_path):
     path = tmp_path / "trace.json"
     zero = written(path, 3)
     first, *others = json.loads(path.read_text())
@@ -80,7 +70,7 @@ def test_it_is_an_array_when_it_has_ended(tmp_path: Path) -> None:
     assert others == [event(0), event(1), event(2)]
 
 
-def test_what_was_interrupted_lacks_a_bracket_alone(tmp_path: Path) -> None:
+def test_what_was_interrupted_lacks_a_bracket_alone(tmp_path):
     path = tmp_path / "trace.json"
     written(path, 2, ended=False)
     with pytest.raises(json.JSONDecodeError):
@@ -90,7 +80,7 @@ def test_what_was_interrupted_lacks_a_bracket_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 20, 32, 33])
 @pytest.mark.parametrize("ended", [True, False])
-def test_it_is_continued_wherever_it_was_cut(tmp_path: Path, ended: bool, cut: int) -> None:
+def test_it_is_continued_wherever_it_was_cut(tmp_path, ended, cut):
     path = tmp_path / "trace.json"
     zero = written(path, 40, ended=ended)
     path.write_bytes(path.read_bytes()[: -cut or None])
@@ -105,7 +95,7 @@ def test_it_is_continued_wherever_it_was_cut(tmp_path: Path, ended: bool, cut: i
     assert len(events) in (39, 40)
 
 
-def test_one_without_events_is_continued(tmp_path: Path) -> None:
+def test_one_without_events_is_continued(tmp_path):
     path = tmp_path / "trace.json"
     written(path, 0, ended=False)
     again = TraceFile(path, resume=True)
@@ -114,7 +104,7 @@ def test_one_without_events_is_continued(tmp_path: Path) -> None:
     assert json.loads(path.read_text())[1:] == [event(1)]
 
 
-def test_a_new_run_begins_a_new_one(tmp_path: Path) -> None:
+def test_a_new_run_begins_a_new_one(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text("anything")
     written(path, 1)
@@ -127,7 +117,7 @@ def test_a_new_run_begins_a_new_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[", "{}", "[\n3", '[\n{"name": "x"}', '[\n{"name": "trace_begins", "args": 3}']
 )
-def test_what_is_no_trace_is_not_touched(tmp_path: Path, text: str) -> None:
+def test_what_is_no_trace_is_not_touched(tmp_path, text):
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(UserError, match=r"not a trace .*; move it away") as caught:

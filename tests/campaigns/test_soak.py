@@ -64,9 +64,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("preset", ["recipe", "paper"])
-def test_a_long_run_leaves_nothing_behind(
-    preset: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
     iterations = request.config.getoption("--soak-iterations")
     settings = make(
         preset,

@@ -27,7 +27,7 @@ def context(going, steps: int = STEPS, pause_s: float = 0.0) -> int:
     return WORLD.rank
 
 
-def test_who_is_done_goes_on_while_the_others_do() -> None:
+def test_who_is_done_goes_on_while_the_others_do():
     beats = []
     found = run_collectively_while(WORLD, context, lambda: beats.append(time.monotonic()))
     assert found == WORLD.rank
@@ -37,7 +37,7 @@ def test_who_is_done_goes_on_while_the_others_do() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_who_is_done_stands_still_while_another_does() -> None:
+def test_who_is_done_stands_still_while_another_does():
     pause_s = 0.5
     beats = [time.monotonic()]
 
@@ -49,7 +49,7 @@ def test_who_is_done_stands_still_while_another_does() -> None:
     assert max(b - a for a, b in itertools.pairwise(beats)) > 0.5 * pause_s
 
 
-def test_what_goes_wrong_on_one_rank_ends_all() -> None:
+def test_what_goes_wrong_on_one_rank_ends_all():
     def fails(going) -> int:
         if context(going, 3) == LAST:
             raise UserError("no such file", 3)
@@ -61,7 +61,7 @@ def test_what_goes_wrong_on_one_rank_ends_all() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_the_others_are_stopped_where_one_fails() -> None:
+def test_the_others_are_stopped_where_one_fails():
     """Two steps in, while they have hundreds before them and rank 0 is done."""
     steps = []
 
@@ -81,7 +81,7 @@ def test_the_others_are_stopped_where_one_fails() -> None:
     assert run_collectively_while(WORLD, context, lambda: None) == WORLD.rank
 
 
-def test_all_may_fail_at_once() -> None:
+def test_all_may_fail_at_once():
     def fails(going) -> None:
         going()
         raise UserError("damaged", 3)
@@ -90,14 +90,12 @@ def test_all_may_fail_at_once() -> None:
         run_collectively_while(WORLD, fails, lambda: None)
 
 
-def test_clocks_of_one_machine_are_one() -> None:
+def test_clocks_of_one_machine_are_one():
     assert seconds_ahead(WORLD) == 0.0
 
 
 @pytest.mark.parametrize("apart", [-5e3, 0.5, 1e6])
-def test_clocks_that_began_at_other_times_are_told_apart(
-    apart: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clocks_that_began_at_other_times_are_told_apart(apart, monkeypatch):
     real = time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: real() + apart * WORLD.rank)
     # Half of the shortest of several round trips, on a machine that has other things to do.

@@ -20,7 +20,7 @@ TRANSPORT = Transport(1024)
 
 
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_both_threads_sum_at_once(ranks_per_node: int) -> None:
+def test_both_threads_sum_at_once(ranks_per_node):
     """Neither takes what the other one sends, over the same ranks."""
     with nodes_of(ranks_per_node) as topology, exchanging_behind(topology, True, TRANSPORT) as it:
         assert it.node.size == topology.node_size
@@ -47,7 +47,7 @@ def test_both_threads_sum_at_once(ranks_per_node: int) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(3), UserError("no")])
-def test_what_the_helper_raises_is_raised_where_it_is_waited_for(error: BaseException) -> None:
+def test_what_the_helper_raises_is_raised_where_it_is_waited_for(error):
     def exchange() -> None:
         raise error
 
@@ -61,7 +61,7 @@ def test_what_the_helper_raises_is_raised_where_it_is_waited_for(error: BaseExce
         behind.finish()
 
 
-def test_one_exchange_at_a_time() -> None:
+def test_one_exchange_at_a_time():
     go_on = threading.Event()
     with nodes_of(2) as topology, exchanging_behind(topology, True, TRANSPORT) as behind:
         behind.begin(go_on.wait)
@@ -71,7 +71,7 @@ def test_one_exchange_at_a_time() -> None:
         behind.finish()
 
 
-def test_a_user_error_that_all_ranks_raise_waits_for_what_is_under_way() -> None:
+def test_a_user_error_that_all_ranks_raise_waits_for_what_is_under_way():
     done = []
     with nodes_of(2) as topology:
 
@@ -86,13 +86,13 @@ def test_a_user_error_that_all_ranks_raise_waits_for_what_is_under_way() -> None
     assert not [t for t in threading.enumerate() if t.name.startswith(HELPER)]
 
 
-def test_nothing_is_made_where_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_made_where_nothing_is_wanted(monkeypatch):
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SINGLE)
     with nodes_of(2) as topology, exchanging_behind(topology, False, TRANSPORT) as behind:
         assert behind is None
 
 
-def test_one_rank_without_threads_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_without_threads_is_refused_on_all(monkeypatch):
     if WORLD.rank == WORLD.size - 1:
         monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     with (
@@ -103,7 +103,7 @@ def test_one_rank_without_threads_is_refused_on_all(monkeypatch: pytest.MonkeyPa
         pass
 
 
-def test_threads_do_not_share_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_share_host_memory(monkeypatch):
     assert for_another_thread(TRANSPORT) is TRANSPORT
     # No machine here needs a GPU for this.
     real = torch.empty_like

@@ -83,9 +83,7 @@ def backward(model: Branches, rank: int, step: int, branch: str) -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
-def test_buckets_hold_every_element_and_every_parameter_once(
-    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_hold_every_element_and_every_parameter_once(bucket_bytes, monkeypatch):
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     model, layout, grad = prepare()
     averager = GradientAverager(wire_of(Recorder(), Transport(2**20)), model, layout, grad)
@@ -109,8 +107,8 @@ def test_buckets_hold_every_element_and_every_parameter_once(
 @pytest.mark.parametrize("branch", ["left", "right", "both", "none"])
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 def test_reductions_start_in_one_order_whatever_backward_does(
-    library: str, branch: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    library, branch, bucket_bytes, monkeypatch
+):
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     model, layout, grad = prepare()
     monkeypatch.setattr(gradients, "library_name", lambda: library)
@@ -135,7 +133,7 @@ def test_reductions_start_in_one_order_whatever_backward_does(
             assert early == 4
 
 
-def test_all_reductions_start_during_backward_when_all_parameters_take_part() -> None:
+def test_all_reductions_start_during_backward_when_all_parameters_take_part():
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2))
     layout = build_layout(model)
     _, grad = flatten_(model, layout)
@@ -156,9 +154,7 @@ def test_all_reductions_start_during_backward_when_all_parameters_take_part() ->
 @pytest.mark.mpi
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("staged", [False, True])
-def test_small_integers_are_averaged_exactly_at_each_step(
-    library: str, staged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_integers_are_averaged_exactly_at_each_step(library, staged, monkeypatch):
     monkeypatch.setattr(gradients, "library_name", lambda: library)
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 100)
     model, layout, grad = prepare()
@@ -184,9 +180,7 @@ def test_small_integers_are_averaged_exactly_at_each_step(
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_second_vector_only_where_it_saves_bytes(
-    library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_vector_only_where_it_saves_bytes(library, monkeypatch):
     monkeypatch.setattr(gradients, "library_name", lambda: library)
     model, layout, grad = prepare()
     staging = torch.empty(2, 208, dtype=torch.uint8).unbind()
@@ -205,8 +199,8 @@ def test_a_second_vector_only_where_it_saves_bytes(
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("bucket_bytes", BUCKETS[::2])
 def test_gradients_are_the_mean_over_ranks_that_took_different_branches(
-    bucket_bytes: int, staged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bucket_bytes, staged, monkeypatch
+):
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     model, layout, grad = prepare()
     staging = torch.empty(2, 208, dtype=torch.uint8).unbind() if staged else None
@@ -277,8 +271,8 @@ class Mark:
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("branch", ["left", "both"])
 def test_what_a_device_queues_is_reduced_bucket_by_bucket_when_its_mark_is_reached(
-    branch: str, staged: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    branch, staged, monkeypatch
+):
     queue = Queue()
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 100)
     monkeypatch.setattr(gradients, "is_queued", lambda _: True)
@@ -337,7 +331,7 @@ def test_what_a_device_queues_is_reduced_bucket_by_bucket_when_its_mark_is_reach
     averager.close()
 
 
-def test_a_rank_alone_does_not_wait_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_alone_does_not_wait_for_its_device(monkeypatch):
     waited: list[torch.device] = []
     monkeypatch.setattr(traffic, "now", lambda device: waited.append(device) or 0.0)
     model, layout, grad = prepare()
@@ -353,7 +347,7 @@ def test_a_rank_alone_does_not_wait_for_its_device(monkeypatch: pytest.MonkeyPat
     averager.close()
 
 
-def test_gradients_that_come_in_several_passes_are_noticed() -> None:
+def test_gradients_that_come_in_several_passes_are_noticed():
     """Reentrant checkpointing hands on a shared module's gradient once for each use.
 
     To raise that is for all ranks together: others may have nothing to notice.

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from driving import SMALL_BUCKETS, assert_alike_on_all_ranks, wire_of, wires_of
+from driving import assert_alike_on_all_ranks, wire_of, wires_of
 from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from mpi4py import MPI
@@ -12,7 +12,7 @@ from mpi4py import MPI
 from prunex_mpi.base.trace import Trace
 from prunex_mpi.base.units import dealt_bytes, ring_bytes, shifted_bytes
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.comm.wire import find_wires, reduce_between_nodes_
+from prunex_mpi.comm.wire import reduce_between_nodes_
 
 pytestmark = pytest.mark.mpi
 
@@ -29,7 +29,7 @@ def everyones_sum() -> torch.Tensor:
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_weights_add_up_to_one_over_those_who_speak(ranks_per_node: int, flat: bool) -> None:
+def test_weights_add_up_to_one_over_those_who_speak(ranks_per_node, flat):
     with nodes_of(ranks_per_node) as topology:
         workers = wires_of(topology, flat=flat).workers
         count = WORLD.size if flat else topology.num_nodes
@@ -46,7 +46,7 @@ def test_weights_add_up_to_one_over_those_who_speak(ranks_per_node: int, flat: b
         assert workers.inside == (topology.node_size if flat and several else 1)
 
 
-def test_a_reduction_counts_its_operand_and_what_a_ring_sends() -> None:
+def test_a_reduction_counts_its_operand_and_what_a_ring_sends():
     wire, flat = wire_of(WORLD), ours()
     wire.reduce_(flat)
     assert torch.equal(flat, everyones_sum())
@@ -59,7 +59,7 @@ def test_a_reduction_counts_its_operand_and_what_a_ring_sends() -> None:
     assert wire.traffic.payload == size
 
 
-def test_a_reduction_to_the_first_and_a_broadcast_are_half_a_reduction_each() -> None:
+def test_a_reduction_to_the_first_and_a_broadcast_are_half_a_reduction_each():
     wire, flat = wire_of(WORLD), ours()
     wire.reduce_to_first_(flat)
     assert torch.equal(flat, everyones_sum() if WORLD.rank == 0 else ours())
@@ -70,7 +70,7 @@ def test_a_reduction_to_the_first_and_a_broadcast_are_half_a_reduction_each() ->
     assert wire.traffic == Traffic(payload=2 * size, sent=2 * half)
 
 
-def test_what_the_first_rank_finishes_is_everyones_and_counts_once() -> None:
+def test_what_the_first_rank_finishes_is_everyones_and_counts_once():
     wire, flat = wire_of(WORLD), ours()
 
     def finish_() -> None:
@@ -83,7 +83,7 @@ def test_what_the_first_rank_finishes_is_everyones_and_counts_once() -> None:
     assert wire.traffic == Traffic(payload=size, sent=ring_bytes(WORLD.size, size))
 
 
-def test_gathers_count_what_everyone_contributes() -> None:
+def test_gathers_count_what_everyone_contributes():
     wire = wire_of(WORLD)
     everyone = torch.empty(WORLD.size, COUNT, dtype=torch.float64)
     wire.gather_(ours(), everyone)
@@ -104,7 +104,7 @@ def test_gathers_count_what_everyone_contributes() -> None:
     assert wire.traffic == Traffic(payload=size + 8 + 8 * counts[WORLD.rank], sent=sent)
 
 
-def test_shares_for_other_nodes_leave_a_node_whatever_the_way() -> None:
+def test_shares_for_other_nodes_leave_a_node_whatever_the_way():
     """Ranks 0 to 3 on two nodes, each with 60 bytes of 15 for every rank, pair by pair."""
     for inside in (1, 2, 3, 4):
         leaving = [(a, b) for a in range(inside) for b in range(inside, 4)]
@@ -114,7 +114,7 @@ def test_shares_for_other_nodes_leave_a_node_whatever_the_way() -> None:
     assert dealt_bytes(1, 1, 60, passes=1) == 0
 
 
-def test_what_is_shifted_leaves_a_node_where_its_receiver_is_in_another() -> None:
+def test_what_is_shifted_leaves_a_node_where_its_receiver_is_in_another():
     for inside in (1, 2, 3, 4):
         for distance in (1, 2, 3):
             leaving = [rank for rank in range(inside) if (rank + distance) % 4 >= inside]
@@ -124,7 +124,7 @@ def test_what_is_shifted_leaves_a_node_where_its_receiver_is_in_another() -> Non
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_sums_over_all_ranks_are_the_same_either_way(ranks_per_node: int, flat: bool) -> None:
+def test_sums_over_all_ranks_are_the_same_either_way(ranks_per_node, flat):
     with nodes_of(ranks_per_node) as topology:
         wires = wires_of(topology, flat=flat)
         values = ours()
@@ -139,9 +139,7 @@ def test_sums_over_all_ranks_are_the_same_either_way(ranks_per_node: int, flat: 
 
 
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_sums_between_nodes_reach_everyone_and_evaluation_leaves_no_node(
-    ranks_per_node: int,
-) -> None:
+def test_sums_between_nodes_reach_everyone_and_evaluation_leaves_no_node(ranks_per_node):
     with nodes_of(ranks_per_node) as topology:
         wires = wires_of(topology)
         index = topology.node_index
@@ -152,7 +150,7 @@ def test_sums_between_nodes_reach_everyone_and_evaluation_leaves_no_node(
         assert wires.node.traffic == Traffic(evaluate=8 * COUNT, intra=inside)
 
 
-def test_time_in_messages_is_told_from_the_methods_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_messages_is_told_from_the_methods_own(monkeypatch):
     clock, now = Clock(), iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
     device = torch.device("cpu")
@@ -163,9 +161,7 @@ def test_time_in_messages_is_told_from_the_methods_own(monkeypatch: pytest.Monke
     assert clock.messages == 1.0
 
 
-def test_messages_of_a_phase_are_told_apart_and_set_up_has_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_messages_of_a_phase_are_told_apart_and_set_up_has_its_own(monkeypatch):
     clock, now = Clock(), iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
     device = torch.device("cpu")
@@ -181,7 +177,7 @@ def test_messages_of_a_phase_are_told_apart_and_set_up_has_its_own(
     assert clock == Clock(agreed=1.0, setup=5.0)
 
 
-def test_a_trace_has_the_messages_with_what_was_counted() -> None:
+def test_a_trace_has_the_messages_with_what_was_counted():
     wire, flat = wire_of(WORLD), ours()
     wire.reduce_(flat)
     wire.clock.trace = Trace(WORLD.rank)
@@ -198,14 +194,3 @@ def test_a_trace_has_the_messages_with_what_was_counted() -> None:
     ]
     # It is no part of what is compared, copied and written with the seconds.
     assert asdict(wire.clock).keys() == asdict(Clock()).keys()
-
-
-def test_a_wire_takes_the_time_of_its_messages() -> None:
-    with nodes_of(2) as topology:
-        clock = Clock()
-        wires = find_wires(topology, True, SMALL_BUCKETS, Traffic(), clock)
-        before = clock.exchange
-        wires.workers.reduce_(ours())
-        wires.everyone.broadcast_(ours())
-        assert clock.exchange > before == 0.0
-        assert clock.method == 0.0

@@ -36,19 +36,15 @@ def select(accumulated: torch.Tensor, layout: Layout, ratio: float):
 
 @pytest.mark.parametrize(
     ("ratio", "counts"),
-    [
-        (1.0, [189, 7, 7, 7, 30, 1]),
-        (0.1, [19, 1, 1, 1, 3, 1]),
-        (1e-9, [1, 1, 1, 1, 1, 1]),
-    ],
+    [(1.0, [189, 7, 7, 7, 30, 1]), (0.1, [19, 1, 1, 1, 3, 1]), (1e-9, [1, 1, 1, 1, 1, 1])],
 )
-def test_counts_are_rounded_up_and_never_zero(ratio: float, counts: list[int]) -> None:
+def test_counts_are_rounded_up_and_never_zero(ratio, counts):
     assert kept_per_layer(new_layout().segments, ratio) == counts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ratio", [0.01, 0.3, 1.0])
-def test_the_largest_of_each_layer_move_and_the_rest_stays(ratio: float, dtype) -> None:
+def test_the_largest_of_each_layer_move_and_the_rest_stays(ratio, dtype):
     layout = new_layout()
     before = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     after = before.clone()
@@ -66,7 +62,7 @@ def test_the_largest_of_each_layer_move_and_the_rest_stays(ratio: float, dtype) 
         assert sent[place][sent[place] != 0].abs().min() >= kept
 
 
-def test_sparse_vectors_add_up_where_they_meet() -> None:
+def test_sparse_vectors_add_up_where_they_meet():
     flat = torch.full((6,), 9.0)
     lists = [[3.0], [4.0, 5.0]], [[1], [0, 1]]
     vectors = ([torch.tensor(x) for x in kind] for kind in lists)
@@ -84,7 +80,7 @@ SHAPES = [(64, 8), (65, 8), (63, 8), (5, 8), (8, 8), (37, 1), (37, 37)]
 
 @pytest.mark.parametrize(("numel", "size"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_block_is_found_by_any_of_its_elements(numel: int, size: int, dtype) -> None:
+def test_every_block_is_found_by_any_of_its_elements(numel, size, dtype):
     count = math.ceil(numel / size)
     assert block_count(numel, size) == count
     bits = new_bits(numel, size, torch.device("cpu"))
@@ -100,7 +96,7 @@ def test_every_block_is_found_by_any_of_its_elements(numel: int, size: int, dtyp
 
 
 @pytest.mark.parametrize(("numel", "size"), SHAPES)
-def test_bits_come_back_and_unite(numel: int, size: int) -> None:
+def test_bits_come_back_and_unite(numel, size):
     def draw(seed: int) -> torch.Tensor:
         bits = new_bits(numel, size, torch.device("cpu"))
         count = block_count(numel, size)
@@ -121,7 +117,7 @@ def test_bits_come_back_and_unite(numel: int, size: int) -> None:
 @pytest.mark.parametrize(("numel", "size"), SHAPES)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("last", [False, True])
-def test_chosen_blocks_travel_and_the_others_stay(numel, size, share, last) -> None:
+def test_chosen_blocks_travel_and_the_others_stay(numel, size, share, last):
     count = block_count(numel, size)
     wanted = torch.rand(count, generator=torch.Generator().manual_seed(3)) < share
     wanted[-1] = last
@@ -141,7 +137,7 @@ def test_chosen_blocks_travel_and_the_others_stay(numel, size, share, last) -> N
     # Squares 100, 16, 9, 4, 1: of 130 there are left 30 after one, 5 after three, 1 after four.
     [(130, 0), (129, 1), (30, 1), (29, 3), (5, 3), (4, 4), (1, 4), (0.5, 4), (0, 4)],
 )
-def test_the_coarsest_that_is_good_enough(bound: float, count: int) -> None:
+def test_the_coarsest_that_is_good_enough(bound, count):
     """Makarenko et al. 2022, the definition of their adaptive compressor."""
     difference = torch.tensor([2.0, -10.0, 0.0, 3.0, -4.0, 1.0])
     largest = torch.tensor([10.0, 4.0, 3.0, 2.0])
@@ -149,7 +145,7 @@ def test_the_coarsest_that_is_good_enough(bound: float, count: int) -> None:
     assert choose_count(difference, largest, counts, torch.tensor(float(bound))) == count
 
 
-def test_what_is_not_a_number_is_sent_at_the_finest_level() -> None:
+def test_what_is_not_a_number_is_sent_at_the_finest_level():
     difference = torch.tensor([math.nan, 1.0])
     assert choose_count(difference, difference, [1, 2], torch.tensor(5.0)) == 2
     assert choose_count(torch.ones(2), torch.ones(2), [1, 2], torch.tensor(math.nan)) == 2

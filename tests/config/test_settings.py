@@ -1,7 +1,6 @@
 """Settings: precedence, resolution, the round trip through a file, and every kind of bad input."""
 
 import dataclasses
-import subprocess
 import sys
 from fractions import Fraction
 from importlib import resources
@@ -9,7 +8,6 @@ from importlib import resources
 import pytest
 import tomli_w
 
-from prunex_mpi import __version__
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.base.files import FORMAT
 from prunex_mpi.config.cli import parse
@@ -32,7 +30,6 @@ from prunex_mpi.config.resolve import (
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.settings.fields import PRESETS, SHARED, key_of, layer_keep_ratios
-from prunex_mpi.settings.method import Method
 from prunex_mpi.settings.values import AUTO
 
 if sys.version_info >= (3, 11):
@@ -91,18 +88,6 @@ def test_recipe_is_the_default_and_shares_become_iterations():
     )
     assert resolved == (4, 20, 28)
     assert all(type(value) is int for value in resolved)
-
-
-def test_paper_preset_has_the_numbers_of_the_paper():
-    s = parse(["--preset", "paper"])
-    assert (s.outer_iterations, s.local_epochs, s.batch_size) == (60, 5, 128)
-    assert (s.lr, s.lr_schedule, s.warmup_ratio, s.momentum) == (1e-3, "constant", 0.0, 0.9)
-    assert (s.weight_decay, s.weight_decay_in, s.weight_decay_on) == (1e-4, "z", "weights")
-    assert (s.penalty, s.rho1, s.rho2, s.rho_max) == ("balance", 1.5e-3, 1.5e-4, 10.0)
-    assert (s.groups, s.keep_ratio, s.mask_agreement) == (("channel",), (0.5,), "or")
-    assert (s.warmup_iterations, s.keep_ramp_iterations, s.freeze_iteration) == (0, 0, 15)
-    assert (s.theta_start, s.node_sync, s.after_freeze) == ("theta", "outer", "admm")
-    assert (s.bucket_mib, s.piece_kib) == (32, 0)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -268,7 +253,7 @@ def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_pat
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_a_declaration_names_what_there_is(method: Method):
+def test_a_declaration_names_what_there_is(method):
     folder = resources.files("prunex_mpi.methods")
     assert folder.joinpath(f"{method.driver}.py").is_file()
     assert not method.code or folder.joinpath(f"{method.code}.py").is_file()
@@ -325,23 +310,6 @@ def test_text_has_defaults_of_its_own():
     assert (s.model, s.optimizer, s.groups) == ("gpt_nano", "adamw", ("coupled",))
     assert make(dataset="text", method="dgc").model == "gpt_nano"
     assert make("paper", dataset="text", model="gpt_micro").groups == ("coupled",)
-
-
-def test_methods_differ_in_what_they_do_with_momentum_and_statistics():
-    local = [method.name for method in METHODS if method.local_sgd]
-    found = {m: (make(method=m).inner_momentum, make(method=m).bn) for m in local}
-    assert found == {
-        "local-sgd": ("keep", "average"),
-        "qsr": ("keep", "recalibrate"),
-        "diloco": ("reset", "recalibrate"),
-        "sparseloco": ("keep", "recalibrate"),
-        "one-shot": ("keep", "recalibrate"),
-    }
-    assert {make(method="diloco", optimizer=o).inner_momentum for o in ("adamw", "muon")} == {
-        "keep"
-    }
-    thin = make("thin", method="sparseloco")
-    assert (thin.payload, thin.overlap_steps, thin.options.ratio) == ("fp32", 0, 1 / 64)
 
 
 def test_a_resumed_run_keeps_what_was_measured_and_refuses_all_else():
@@ -471,74 +439,40 @@ BAD_FLAGS = [
     ("--keep 0.5", "--keep;"),
     ("-lr 0.1", "unknown flag -lr; did you mean --lr?"),
     ("--no-downlaod", "did you mean --no-download?"),
-    ("--zzz", "unknown flag --zzz; see --help"),
     ("--colour red", "unknown flag --colour; see --help"),
-    ("--Keep-Ratio 0.5", "did you mean --keep-ratio?"),
     ("--method sgdm", "unknown value 'sgdm' (valid: prunex, "),
     ("stray", "'stray'"),
     ("--download yes", "'yes'"),
-    ("--download=yes", "--download"),
     ("--lr", "--lr"),
     ("--groups", "--groups"),
     ("--lr fast", "--lr must be a number, not 'fast'"),
     ("--lr nan", "--lr"),
-    ("--lr inf", "--lr"),
-    ("--lr 1e999", "--lr"),
     ("--lr -inf", "--lr"),
     ("--lr 0", "--lr must be above 0"),
-    ("--lr -1e-3", "--lr must be above 0"),
     ("--lr 1e19", "at most"),
     ("--lr 0.1 0.2", "'0.2'"),
     ("--no-lr", "--no-lr"),
-    ("--checkpoint-every 0", "--checkpoint-every"),
     ("--checkpoint-every often", "'often'"),
-    ("--timeout 0", "--timeout must be at least 1"),
-    ("--time-limit -1", "--time-limit must be at least 0"),
     ("--momentum 1", "--momentum"),
-    ("--momentum -0.1", "--momentum"),
-    ("--weight-decay -1e-4", "--weight-decay"),
-    ("--weight-decay nan", "--weight-decay"),
-    ("--warmup-ratio 1", "--warmup-ratio"),
-    ("--min-lr-ratio 1.5", "--min-lr-ratio"),
-    ("--batch-size 0", "--batch-size must be at least 1"),
     ("--batch-size 1.5", "--batch-size must be a whole number"),
-    ("--batch-size -4", "--batch-size"),
     (f"--seed {2**63}", "--seed"),
-    ("--seed -1", "--seed"),
-    ("--outer-iterations 0", "--outer-iterations"),
-    ("--evaluate-every 0", "--evaluate-every"),
-    ("--train-samples -1", "--train-samples"),
-    ("--ranks-per-node -1", "--ranks-per-node"),
-    ("--round-to 0", "--round-to"),
-    ("--freeze-window 0", "--freeze-window"),
-    ("--freeze-drift nan", "--freeze-drift"),
-    ("--bucket-mib 0", "--bucket-mib"),
-    ("--bucket-mib 4096", "--bucket-mib"),
     ("--keep-ratio 0", "--keep-ratio must be above 0"),
     ("--keep-ratio 1.5", "--keep-ratio must be at most 1"),
-    ("--keep-ratio -0.5", "--keep-ratio"),
-    ("--keep-ratio nan", "--keep-ratio"),
     ("--keep-ratio 0.5 half", "'half'"),
     ("--keep-ratio 0.5 0.5", "keep-ratio has 2 values for 1 groups"),
     ("--groups filter channel shape --keep-ratio 0.5 0.5", "keep-ratio has 2 values for 3"),
     ("--groups chanel", "did you mean 'channel'?"),
-    ("--groups kernel", "'kernel'"),
     ("--groups channel --keep-by parameters", "--groups coupled"),
     ("--groups coupled filter --keep-by multiply-adds", "--groups coupled"),
     ("--groups coupled --keep-by parameters --layer-keep-ratio a=0.5", "layer-keep-ratio"),
     ("--keep-floor 0.1", "give --keep-by"),
-    ("--groups coupled --keep-by parameters --keep-floor 1.1", "--keep-floor must be at most 1"),
     ("--score gates --groups coupled --amp fp16", "use bf16"),
-    ("--score hessian", "'hessian'"),
     ("--score gates", "give --groups coupled"),
-    ("--method prunex-flat --score gates", "score means nothing to method prunex-flat"),
-    ("--method local-sgd --score gates", "score means nothing to method local-sgd"),
     ("--dropped shrink --freeze-iteration 0", "give freeze-iteration"),
     ("--dropped shrink --freeze-drift 0.1", "negative freeze-drift"),
     ("--dropped shrink --theta-start theta", "leave one of them away"),
     ("--dropped shrink --penalty balance", "leave penalty balance"),
     ("--groups coupled --remove-dropped --freeze-iteration 0", "masks that are final"),
-    ("--method one-shot --dropped shrink", "dropped means nothing to method one-shot"),
     (
         "--lr-schedule constant --min-lr-ratio 0.1",
         "min-lr-ratio means nothing with lr-schedule constant",
@@ -550,40 +484,17 @@ BAD_FLAGS = [
     ("--layer-keep-ratio =0.5", "'=0.5'"),
     ("--layer-keep-ratio layer3=0", "'layer3=0'"),
     ("--layer-keep-ratio layer3=nan", "'layer3=nan'"),
-    ("--method dens", "did you mean 'dense'?"),
     ("--method prunx", "did you mean 'prunex'?"),
-    ("--method dense --keep-ratio 0.25", "keep-ratio means nothing to method dense"),
     (
         "--method dense --topk-ratio 0.1",
         "topk.ratio means nothing to method dense; leave it away (it is for topk)",
     ),
-    ("--topk-ratio 0.1", "topk.ratio means nothing to method prunex"),
-    ("--method topk --topk-ratio 0", "--topk-ratio must be above 0"),
-    ("--method topk --topk-ratio 1.1", "--topk-ratio must be at most 1"),
-    ("--method topk --topk-ratio nan", "--topk-ratio"),
-    ("--method topk --aggregation tree", "--aggregation"),
     ("--method topk --amp fp16", "amp fp16: what topk keeps"),
     ("--method pactrain --keep-ratio 0.5 0.25", "keep-ratio has 2 values; pactrain"),
-    ("--method pactrain --keep-ratio 0", "--keep-ratio must be above 0"),
     ("--method pactrain --pactrain-prune-iteration 65", "must be from 0 to the 64"),
-    ("--method pactrain --pactrain-score size", "--pactrain-score"),
-    ("--method pactrain --pactrain-stable-window 0", "--pactrain-stable-window must be at least 1"),
     ("--method pactrain --pactrain-ternary --amp fp16", "the scale of pactrain.ternary"),
-    ("--method pactrain --groups filter", "groups means nothing to method pactrain"),
-    ("--method dense --pactrain-ternary", "pactrain.ternary means nothing to method dense"),
-    (
-        "--method topk --pactrain-stable-window 3",
-        "pactrain.stable-window means nothing to method topk",
-    ),
-    ("--method dgc --dgc-ratio 0", "--dgc-ratio must be above 0"),
-    ("--method dgc --dgc-warmup-epochs -1", "--dgc-warmup-epochs must be from 0"),
-    ("--method dgc --amp fp16", "amp fp16: what dgc keeps"),
-    ("--method powersgd --powersgd-rank 0", "--powersgd-rank must be at least 1"),
-    ("--method powersgd --amp fp16", "amp fp16: what powersgd keeps"),
     ("--method terngrad --amp fp16", "amp fp16: what terngrad keeps or scales by"),
-    ("--method adacgd --amp fp16", "amp fp16: what adacgd"),
-    ("--method lion --momentum 0.5", "momentum means nothing to method lion"),
-    ("--prunex-t-sync 0", "--prunex-t-sync must be at least 1"),
+    ("--method gossip --amp fp16", "amp fp16: what gossip keeps"),
     ("--prunex-t-sync 3", "t-sync 3: what is evaluated is z"),
     ("--prunex-t-sync 99 --evaluate-every 99", "is more than the 64 outer-iterations"),
     ("--prunex-t-sync 2 --evaluate-every 4", "t-sync 2: residuals are measured on z"),
@@ -599,88 +510,37 @@ BAD_FLAGS = [
         "--prunex-t-sync 2 --evaluate-every 4 --residuals off --local-steps auto",
         "t-sync 2: local-steps auto sets the interval",
     ),
-    ("--method local-sgd --prunex-t-sync 2", "prunex.t-sync means nothing to method local-sgd"),
     ("--method gossip --aggregation flat", "aggregation flat: with gossip one leader speaks"),
-    ("--method gossip --amp fp16", "amp fp16: what gossip keeps"),
-    ("--method spardl --spardl-ratio 0", "--spardl-ratio must be above 0"),
-    ("--method spardl --spardl-ratio 1.5", "--spardl-ratio must be at most 1"),
-    ("--method spardl --amp fp16", "amp fp16: what spardl keeps"),
-    ("--method omnireduce --omnireduce-block-size 0", "--omnireduce-block-size must be at least 1"),
-    ("--method omnireduce --omnireduce-block-ratio 0", "--omnireduce-block-ratio must be above 0"),
-    (
-        "--method omnireduce --omnireduce-block-ratio 1.5",
-        "--omnireduce-block-ratio must be at most 1",
-    ),
-    ("--method omnireduce --amp fp16", "amp fp16: what omnireduce keeps"),
-    ("--method omnireduce --powersgd-rank 3", "(it is for powersgd)"),
     ("--method prunetrain --compile", "prunetrain changes the model too often"),
     ("--method prunetrain --prunetrain-reconfigure-every 65", "nothing would be removed"),
-    ("--method prunetrain --prunetrain-lasso-ratio 1", "--prunetrain-lasso-ratio must be below 1"),
-    ("--method prunetrain --prunetrain-threshold 0", "--prunetrain-threshold must be above 0"),
-    ("--method prunetrain --keep-ratio 0.25", "keep-ratio means nothing to method prunetrain"),
-    (
-        "--method dense --prunetrain-lasso-ratio 0.5",
-        "prunetrain.lasso-ratio means nothing to method dense",
-    ),
-    ("--method diloco --diloco-outer-lr 0", "--diloco-outer-lr"),
-    ("--method diloco --diloco-outer-momentum 1", "--diloco-outer-momentum"),
     ("--method diloco --optimizer adam", "did you mean 'adamw'"),
-    ("--method dgc --optimizer adamw", "optimizer means nothing to method dgc"),
-    ("--method lion --optimizer adamw", "optimizer means nothing to method lion"),
     ("--method prunex --inner-momentum reset", "(it is for local-sgd, diloco, qsr, sparseloco"),
-    ("--method dense --bn average", "bn means nothing to method dense"),
-    ("--method local-sgd --qsr-alpha 0.3", "(it is for qsr)"),
-    ("--method qsr --qsr-alpha 0", "--qsr-alpha must be above 0"),
     ("--method qsr --overlap-steps 1", "every outer iteration evaluates z and waits"),
-    ("--method qsr --diloco-outer-lr 1", "diloco.outer-lr means nothing to method qsr"),
-    ("--method sparseloco --payload int4", "payload means nothing to method sparseloco"),
-    ("--method sparseloco --overlap-steps 2", "overlap-steps means nothing to method sparseloco"),
     ("--method sparseloco --dry-run --link-gbit 1", "link-gbit means nothing to method"),
-    (
-        "--method sparseloco --diloco-outer-momentum 0.5",
-        "diloco.outer-momentum means nothing to method",
-    ),
     ("--method one-shot --one-shot-prune-iteration 0", "from 1 to the 64"),
-    ("--method one-shot --one-shot-prune-iteration 65", "from 1 to the 64"),
-    ("--method one-shot --freeze-iteration 5", "freeze-iteration means nothing"),
     ("--epochs 3 --outer-iterations 5", "epochs and outer-iterations are both given"),
     ("--epochs 3 --local-steps 5", "epochs: how many local-steps"),
     ("--help rivals", "--help 'rivals': there is no such group or method"),
     ("--method prunex-flat --ranks-per-node 2", "every rank is a node of its own"),
-    ("--method local-sgd --rho1 1", "rho1 means nothing to method local-sgd"),
-    ("--dataset cifar", "did you mean 'cifar10'"),
-    ("--preset papr", "did you mean 'paper'?"),
-    ("--amp fp8", "--amp"),
     ("--model=", "--model"),
-    ("--data-dir=", "--data-dir"),
     ("--local-epochs 0", "local-epochs"),
     ("--local-epochs -1", "--local-epochs"),
-    ("--local-epochs 1/0", "--local-epochs"),
     ("--local-epochs 1/2/3", "'1/2/3'"),
-    ("--local-epochs nan", "--local-epochs"),
     ("--local-epochs 1e999999999", "--local-epochs"),
     ("--local-epochs 1 --local-steps 5", "--local-steps"),
-    ("--warmup-iterations 3/2", "--warmup-iterations"),
     ("--warmup-iterations 1.5", "--warmup-iterations"),
     ("--warmup-iterations -1", "--warmup-iterations"),
-    ("--warmup-iterations x", "'x'"),
     ("--warmup-iterations 40", "reach the keep ratio in iteration 60, beyond freeze-iteration 28"),
     ("--warmup-iterations 60 --freeze-iteration 0", "beyond outer-iterations 64"),
     ("--warmup-iterations 5 --keep-ramp-iterations 0 --freeze-iteration 5", "in iteration 6"),
     ("--freeze-iteration 65", "freeze-iteration 65 is after the last of 64"),
-    ("--rho1 0", "--rho1"),
     ("--penalty ramp --rho1 20", "rho1 20.0 must be from 1e-06 to rho-max, 10.0"),
     ("--penalty balance --rho2 1e-7", "rho2 1e-07 must be from 1e-06 to rho-max"),
-    ("--rho-factor 1", "--rho-factor must be above 1"),
-    ("--eps-abs -1", "--eps-abs"),
     ("--residuals evaluate --penalty balance", "residuals evaluate: penalty balance looks at"),
     ("--residuals off --eps-rel 1e-3", "residuals off: eps-abs and eps-rel would never be"),
     ("--link-gbit 1", "link-gbit means something with --dry-run alone"),
     ("--nodes 2 4", "nodes means something with --dry-run alone"),
     ("--dry-run --latency-us 5", "latency-us means nothing without --link-gbit"),
-    ("--dry-run --link-gbit -1", "--link-gbit must be at least 0"),
-    ("--dry-run --link-gbit 1 --copy-gbs -1", "--copy-gbs must be at least 0"),
-    ("--dry-run --link-gbit 1 --nodes 0", "--nodes must be at least 1"),
     ("--dry-run --link-gbit 1 --step-ms 5", "give --local-steps as a number"),
     ("--dry-run --link-gbit 1 --step-ms 5 --local-steps auto", "give --local-steps as a number"),
     ("--dry-run --link-gbit 1 --method dense", "link-gbit means nothing to method dense"),
@@ -693,6 +553,19 @@ BAD_FLAGS = [
 @pytest.mark.parametrize(("line", "culprit"), BAD_FLAGS)
 def test_bad_flags_end_with_one_line_that_names_them(line, culprit):
     assert_refused(lambda: parse(line.split()), culprit)
+
+
+BEYOND = [
+    (key_of(name), field.metadata[rule] + step)
+    for name, field in FIELDS.items()
+    for rule, step in (("low", -1), ("above", 0), ("high", 1), ("below", 0))
+    if rule in field.metadata
+]
+
+
+@pytest.mark.parametrize(("flag", "value"), BEYOND)
+def test_numbers_beyond_their_bounds_are_refused(flag, value):
+    assert_refused(lambda: parse([f"--{flag}={value}"]), f"--{flag} must be")
 
 
 @pytest.mark.parametrize("value", ["", "two\nlines", "\udcff", "x" * 5000])
@@ -715,35 +588,21 @@ BAD_FILES = [
     ("[dgc]\nratio = 2", "dgc.ratio in"),
     ("dgc-ratio = 0.1", "unknown key 'dgc-ratio'"),
     ("link-gbit = 1", "unknown key 'link-gbit'"),
-    ("lr = ", "not a TOML file"),
     ("lr = 0.1.2", "line 1"),
     ("lr = 0.1\nlr = 0.2", "not a TOML file"),
     ("lr = '0.1'", "lr in"),
     ("lr = true", "lr in"),
     ("lr = nan", "lr in"),
-    ("lr = -inf", "lr in"),
-    ("lr = [0.1]", "lr in"),
-    ("lr = {peak = 0.1}", "lr in"),
     (f"lr = {10**400}", "lr in"),
     ("batch-size = 1.0", "batch-size in"),
-    ("batch-size = true", "batch-size in"),
     (f"batch-size = {2**63}", "batch-size in"),
-    ("download = 1", "download in"),
     ("download = 'yes'", "download in"),
     ("data-dir = 3", "data-dir in"),
-    ("run-dir = 2026-01-01", "run-dir in"),
     ("groups = []", "groups in"),
-    ("groups = [1]", "groups in"),
     ("groups = ['channel', 'fliter']", "did you mean 'filter'?"),
-    ("keep-ratio = []", "keep-ratio in"),
-    ("keep-ratio = ['0.5']", "keep-ratio in"),
     ("keep-ratio = [true]", "keep-ratio in"),
     ("layer-keep-ratio = [0.5]", "layer-keep-ratio in"),
     ("local-epochs = true", "local-epochs in"),
-    ("local-epochs = inf", "local-epochs in"),
-    ("local-epochs = 1\nlocal-steps = 5", "local-steps"),
-    ("preset = 'papers'", "did you mean 'paper'?"),
-    ("preset = ['paper']", "preset in"),
     ("a = " + "[" * 100_000, "not a TOML file"),
 ]
 
@@ -754,29 +613,9 @@ def test_bad_files_end_with_one_line_that_names_the_key(tmp_path, text, culprit)
     assert_refused(lambda: parse(["--config", path]), culprit)
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path):
-    path = tmp_path / "settings.toml"
-    path.write_bytes(b"lr = \xff\xfe")
-    assert_refused(lambda: parse(["--config", str(path)]), "settings.toml")
-
-
 # ---------------------------------------------------------------------------------------------
 # help and version
 # ---------------------------------------------------------------------------------------------
-
-
-def test_help_starts_neither_torch_nor_mpi():
-    code = (
-        "import sys\n"
-        "from prunex_mpi.config.cli import parse\n"
-        "try:\n"
-        "    parse(['--help'])\n"
-        "except SystemExit as end:\n"
-        "    assert end.code == 0\n"
-        "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr
 
 
 def help_of(capsys, *words):
@@ -808,35 +647,3 @@ def test_help_tells_what_presets_change(capsys):
     assert all(f"{preset}: " in text for preset in PRESETS)
     _, _, thin = text.partition("\nthin: ")
     assert "--payload int4" in thin and "--outer-iterations" not in thin.partition("\n\n")[0]
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as end:
-        parse(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out == f"prunex_mpi {__version__}\n"
-
-
-def test_the_preset_for_small_networks_spends_one_budget_early_and_frees_what_is_dropped():
-    small, thin = make("small"), make("thin")
-    assert (small.groups, small.keep_by, small.score) == (("coupled",), "parameters", "gates")
-    assert small.remove_dropped and not thin.remove_dropped
-    assert small.freeze_iteration == 28 == thin.freeze_iteration
-    exchange = ("payload", "local_steps", "overlap_steps", "residuals", "evaluate_every")
-    assert all(getattr(small, name) == getattr(thin, name) for name in exchange)
-    once = make("small", method="one-shot")
-    assert once.remove_dropped and once.score == "gates"
-    for method in {*BY_NAME} - {"prunex", "one-shot"}:
-        other = make("small", method=method)
-        assert not other.remove_dropped and other.score == "magnitude", method
-
-
-def test_the_preset_for_trained_networks_prunes_early_and_one_shot_at_once():
-    fine, recipe = make("finetune"), make("recipe")
-    assert fine.lr < recipe.lr and fine.outer_iterations < recipe.outer_iterations
-    assert fine.warmup_iterations == 0 and fine.groups == ("coupled",)
-    assert fine.freeze_iteration == 18
-    assert make("finetune", method="one-shot").options.prune_iteration == 1
-    assert make("recipe", method="one-shot").options.prune_iteration == 32
-    saved = flat_values(make("finetune", method="one-shot", outer_iterations=8))
-    assert resumed(saved, {}).options.prune_iteration == 1

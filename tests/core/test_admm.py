@@ -18,7 +18,6 @@ from prunex_mpi.core.admm import (
     compute_residuals,
     decay_of_layers,
     step_duals_,
-    sum_candidate,
     update_penalty,
     weigh_candidate,
 )
@@ -50,9 +49,7 @@ def spread(state: State, values: np.ndarray) -> Tensor:
 
 @pytest.mark.parametrize("rho", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize(("rate", "on"), [(0.0, "all"), (0.1, "all"), (0.1, "weights")])
-def test_the_candidate_weighs_mean_and_consensus(
-    state: State, rho: np.ndarray, rate: float, on: str
-) -> None:
+def test_the_candidate_weighs_mean_and_consensus(state, rho, rate, on):
     decays = decay_of_layers(make(weight_decay=rate, weight_decay_on=on), state.layout)
     # Weights and biases by turns.
     assert decays.tolist() == [rate, rate * (on == "all")] * 2
@@ -70,13 +67,7 @@ def test_the_candidate_weighs_mean_and_consensus(
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
 
 
-def test_without_duals_the_candidate_is_theta(state: State) -> None:
-    assert torch.equal(sum_candidate(state), state.theta + state.u)
-    state.consensus_sgd = True
-    assert torch.equal(sum_candidate(state), state.theta)
-
-
-def test_duals_take_over_the_gaps_and_norms_are_of_the_new_ones(state: State) -> None:
+def test_duals_take_over_the_gaps_and_norms_are_of_the_new_ones(state):
     gaps = state.theta - state.z_node, state.z_node - state.z
     u, v = state.u + gaps[0], state.v + gaps[1]
     old = state.u.clone(), state.v.clone()
@@ -169,7 +160,7 @@ def compute(examples: list[Example], rho1: np.ndarray, rho2: np.ndarray) -> Resi
     return compute_residuals(NormSums(*sums), numels, RANKS, rho1, rho2, EPS_ABS, EPS_REL)
 
 
-def test_residuals_are_those_of_a_naive_computation() -> None:
+def test_residuals_are_those_of_a_naive_computation():
     examples = [Example(n, 1.0, seed) for seed, n in enumerate(LAYERS)]
     rho1, rho2 = np.array([1.5e-3, 0.2, 3.0]), np.array([1.5e-4, 0.1, 7.0])
     found = compute(examples, rho1, rho2)
@@ -183,7 +174,7 @@ def test_residuals_are_those_of_a_naive_computation() -> None:
     assert totals["inter_dual"] == pytest.approx(norm(found.inter_dual))
 
 
-def test_stopping_test_turns_where_the_naive_one_does() -> None:
+def test_stopping_test_turns_where_the_naive_one_does():
     rho1, rho2 = np.full(1, 0.7), np.full(1, 0.3)
     answers = []
     for spread in np.geomspace(1e-4, 1e1, 60):
@@ -193,23 +184,6 @@ def test_stopping_test_turns_where_the_naive_one_does() -> None:
         answers.append(expected)
     assert True in answers
     assert False in answers
-
-
-@pytest.mark.parametrize("violated", ["intra_primal", "intra_dual", "inter_primal", "inter_dual"])
-def test_each_of_the_four_conditions_can_stop_convergence(violated: str) -> None:
-    calm = NormSums(*np.zeros((9, 1)))
-    gap = {
-        "intra_primal": "theta_minus_z_node",
-        "intra_dual": "z_node_step",
-        "inter_primal": "z_node_minus_z",
-        "inter_dual": "z_step",
-    }[violated]
-    rho = np.ones(1)
-    for value, expected in ((4.0 * RANKS, True), (4.1 * RANKS, False)):
-        sums = calm._replace(**{gap: np.array([value])})
-        # The floor is sqrt(N n) eps_abs with n = 4 and eps_abs = 1.
-        found = compute_residuals(sums, np.array([4.0]), RANKS, rho, rho, 1.0, 0.0)
-        assert bool(found.converged[0]) is expected
 
 
 @pytest.mark.parametrize(
@@ -224,8 +198,8 @@ def test_each_of_the_four_conditions_can_stop_convergence(violated: str) -> None
     ],
 )
 def test_relative_thresholds_are_those_of_the_variables_and_scaled_duals(
-    gap: str, scale: float, against: dict[str, float], threshold: float
-) -> None:
+    gap, scale, against, threshold
+):
     others = {name: np.array([square]) for name, square in against.items()}
     sums = NormSums(*np.zeros((9, 1)))._replace(**others)
     for factor, expected in ((0.99, True), (1.01, False)):
@@ -251,21 +225,21 @@ def penalty(rho: float, rule: str, *, factor: float = 2.0, high: float = 10.0):
     return update_penalty(np.full(6, rho), PRIMAL, DUAL, rule, factor, high)
 
 
-def test_fixed_penalties_stay_even_outside_the_limits() -> None:
+def test_fixed_penalties_stay_even_outside_the_limits():
     assert np.array_equal(penalty(100.0, "fixed"), np.full(6, 100.0))
 
 
-def test_balance_moves_only_beyond_a_ratio_of_ten() -> None:
+def test_balance_moves_only_beyond_a_ratio_of_ten():
     assert penalty(1.0, "balance").tolist() == [2.0, 1.0, 1.0, 0.5, 1.0, 0.5]
     assert penalty(1.0, "balance", factor=4.0).tolist() == [4.0, 1.0, 1.0, 0.25, 1.0, 0.25]
 
 
-def test_balance_is_clamped_to_both_limits() -> None:
+def test_balance_is_clamped_to_both_limits():
     assert penalty(1.0, "balance", high=1.25).tolist() == [1.25, 1.0, 1.0, 0.5, 1.0, 0.5]
     assert penalty(1.5e-6, "balance").min() == 1e-6
 
 
-def test_ramp_grows_up_to_the_limit_whatever_the_residuals() -> None:
+def test_ramp_grows_up_to_the_limit_whatever_the_residuals():
     rho, seen = np.full(6, 1.5), []
     for _ in range(4):
         rho = update_penalty(rho, PRIMAL, DUAL, "ramp", 2.0, 10.0)
@@ -274,30 +248,13 @@ def test_ramp_grows_up_to_the_limit_whatever_the_residuals() -> None:
     assert seen == [3.0, 6.0, 10.0, 10.0]
 
 
-@pytest.mark.parametrize("rule", ["fixed", "ramp", "balance"])
-def test_the_old_penalties_are_left_alone(rule: str) -> None:
-    rho = np.full(6, 1.0)
-    update_penalty(rho, PRIMAL, DUAL, rule, 2.0, 10.0)
-    assert np.array_equal(rho, np.full(6, 1.0))
+RAMP = {"groups": ("coupled",), "outer_iterations": 9, "warmup_iterations": 1}
+RAMP |= {"keep_ramp_iterations": 4, "freeze_iteration": 7, "lr_schedule": "constant"}
+RAMP |= {"warmup_ratio": 0.0, "rho1": 0.02, "rho2": 0.005, "bn": "average", "residuals": "off"}
 
 
-RAMP = {
-    "groups": ("coupled",),
-    "outer_iterations": 9,
-    "warmup_iterations": 1,
-    "keep_ramp_iterations": 4,
-    "freeze_iteration": 7,
-    "lr_schedule": "constant",
-    "warmup_ratio": 0.0,
-    "rho1": 0.02,
-    "rho2": 0.005,
-    "bn": "average",
-    "residuals": "off",
-}
-
-
-def run(dropped, ranks_per_node=2, grows=0):
-    """Return of each outer iteration (mask, theta and u where z has nothing).
+def run(dropped, ranks_per_node, grows):
+    """Return the mask of each outer iteration.
 
     Theta hardly moves, but after iteration `grows`, when it becomes large where z has nothing.
     """
@@ -308,11 +265,7 @@ def run(dropped, ranks_per_node=2, grows=0):
         stream = RandomStream(WORLD.rank, torch.float64)
         for record, state in run_driver(topology, settings, CoupledNet().double(), stream):
             masks = element_masks(state)
-            outside = []
-            for flat in (state.theta, state.u):
-                parts = by_name(flat, state)
-                outside.append(torch.cat([parts[n][~m].abs() for n, m in masks.items()]))
-            found.append((state.mask.copy(), *outside))
+            found.append(state.mask.copy())
             for name, mask in masks.items() if record["iteration"] == grows else ():
                 by_name(state.theta, state)[name][~mask] *= 100
     return found
@@ -323,30 +276,10 @@ def run(dropped, ranks_per_node=2, grows=0):
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_shrunk_groups_come_back_and_cut_ones_do_not_by_themselves(ranks_per_node):
     for dropped in ("shrink", "cut"):
-        masks = [mask for mask, _, _ in run(dropped, ranks_per_node, grows=5)]
+        masks = run(dropped, ranks_per_node, grows=5)
         assert (masks[5] == masks[4]).all() == (dropped == "cut")
         if dropped == "shrink":
             # Half of the groups of each set were out, and all of them are large now; so are some
             # that were in, by what they read of the others.
             assert (masks[5] & ~masks[4]).sum() > 0.75 * masks[5].sum()
         assert (masks[6] == masks[5]).all() and (masks[8] == masks[6]).all()
-
-
-@pytest.mark.mpi
-@pytest.mark.any_mpi
-def test_duals_of_dropped_groups_are_nothing_and_theta_lives_on():
-    for _, theta, u in run("shrink")[1:6]:
-        assert not u.any()
-        assert theta.numel() and theta.any()
-    for _, theta, _ in run("shrink")[6:]:
-        assert not theta.any()
-
-
-@pytest.mark.mpi
-@pytest.mark.any_mpi
-def test_shrunk_groups_are_nothing_before_the_freeze():
-    shrunk = [float(theta.norm()) for _, theta, _ in run("shrink")]
-    # Dropped from iteration 2 on, and the freeze is at the end of 7.
-    assert shrunk[1] > 0 and shrunk[6] == 0.0
-    # The mask no longer changes from 5 on: 2/3, 1/2 and 0 of it.
-    assert shrunk[5] / shrunk[4] == pytest.approx(1 / 2, rel=1e-5)

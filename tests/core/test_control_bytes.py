@@ -13,7 +13,7 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "int4", "local sgd", "sparseloco"])
-def test_losses_norms_and_digests_are_counted_apart(scenario: str) -> None:
+def test_losses_norms_and_digests_are_counted_apart(scenario):
     with nodes_of(1) as topology, small_run(topology, scenario) as context:
         world, leader = Counting(topology.world), Counting(topology.leader)
         counted = replace(topology, world=world, leader=leader)

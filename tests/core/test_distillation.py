@@ -23,7 +23,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("share", "temperature"), [(0.5, 4.0), (1.0, 1.0), (0.2, 0.5)])
-def test_loss_and_gradient_are_those_of_the_formula(share: float, temperature: float) -> None:
+def test_loss_and_gradient_are_those_of_the_formula(share, temperature):
     images = torch.randn(BATCH, 3, SIDE, SIDE, dtype=torch.float64)
     network, learner = linear(1), linear(2)
     outputs = learner(images).detach().requires_grad_()
@@ -45,7 +45,7 @@ def test_loss_and_gradient_are_those_of_the_formula(share: float, temperature: f
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_images_reach_the_teacher_as_it_was_trained_on_them() -> None:
+def test_images_reach_the_teacher_as_it_was_trained_on_them():
     network = linear(1)
     raw = torch.rand(BATCH, 3, SIDE, SIDE, dtype=torch.float64)
     mean, std = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5, 0.6, 0.7])
@@ -62,14 +62,14 @@ def test_images_reach_the_teacher_as_it_was_trained_on_them() -> None:
     assert float(distilled(teacher, raw, outputs, torch.zeros(()))) > 1e-3
 
 
-def test_half_precision_is_compared_in_float32() -> None:
+def test_half_precision_is_compared_in_float32():
     network = linear(1, torch.bfloat16)
     images = torch.randn(BATCH, 3, SIDE, SIDE, dtype=torch.bfloat16)
     loss = distilled(Teacher(network, 1.0, 4.0), images, linear(2, torch.bfloat16)(images), 0.0)
     assert loss.dtype == torch.float32
 
 
-def test_of_several_outputs_the_teacher_looks_at_the_first() -> None:
+def test_of_several_outputs_the_teacher_looks_at_the_first():
     images = torch.randn(BATCH, 3, SIDE, SIDE, dtype=torch.float64)
     teacher, outputs = Teacher(linear(1), 0.5, 4.0), linear(2)(images)
     alone, among = (distilled(teacher, images, o, 0.0) for o in (outputs, (outputs, images)))
@@ -79,7 +79,7 @@ def test_of_several_outputs_the_teacher_looks_at_the_first() -> None:
 
 
 @pytest.mark.parametrize("given", [{"distillation_alpha": 0.3}, {"distillation_tau": 2.0}])
-def test_settings_of_a_teacher_need_one(given: dict[str, float]) -> None:
+def test_settings_of_a_teacher_need_one(given):
     with pytest.raises(UserError, match="means nothing without --teacher"):
         make(**given)
     assert make(**given, teacher="a.pt")

@@ -99,7 +99,7 @@ def statistics_left(topology: Topology, state: State, problem: Problem) -> list[
 # More batches than are taken, and fewer; both with a partial one at the end.
 @pytest.mark.parametrize("batches", [RECALIBRATION_BATCHES + 2, 3])
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_estimated_statistics_equal_the_oracle(ranks_per_node: int, batches: int) -> None:
+def test_estimated_statistics_equal_the_oracle(ranks_per_node, batches):
     model = build_model()
     state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
     # The statistics are z's, whatever a rank's theta is.
@@ -148,9 +148,7 @@ class OwnNorm(nn.Module):
 
 
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_an_evaluation_averages_statistics_of_other_norms_and_puts_them_back(
-    ranks_per_node: int,
-) -> None:
+def test_an_evaluation_averages_statistics_of_other_norms_and_puts_them_back(ranks_per_node):
     mine, wanted = float(WORLD.rank**2), sum(r**2 for r in range(WORLD.size)) / WORLD.size
     model = nn.Sequential(OwnNorm(mine), *build_model())
     state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
@@ -169,7 +167,7 @@ def test_an_evaluation_averages_statistics_of_other_norms_and_puts_them_back(
     assert torch.equal(model[0].third, torch.full((2, 2), 1 / 3))
 
 
-def test_every_batch_of_an_evaluation_is_progress() -> None:
+def test_every_batch_of_an_evaluation_is_progress():
     model = build_model()
     state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
     count = 2 * EVALUATION_BATCH + 1
@@ -197,7 +195,7 @@ class AverageOf:
 
 
 @pytest.mark.parametrize("refuse", [lambda *a: check_divergence(*a, 1.0), check_errors])
-def test_all_ranks_raise_what_one_has_met_in_its_local_steps(refuse) -> None:
+def test_all_ranks_raise_what_one_has_met_in_its_local_steps(refuse):
     """A node of one rank averages nothing, and so notices nothing."""
     with nodes_of(1) as topology, small_run(topology, "local sgd") as context:
         finish_average_(context, None)
@@ -210,7 +208,7 @@ def test_all_ranks_raise_what_one_has_met_in_its_local_steps(refuse) -> None:
 
 
 @pytest.mark.parametrize("what", ["loss", "weights"])
-def test_no_rank_leaves_with_what_diverged_on_one(what: str) -> None:
+def test_no_rank_leaves_with_what_diverged_on_one(what):
     with nodes_of(1) as topology, small_run(topology, "local sgd") as context:
         # Of the size of a mean loss a part of the steps says nothing.
         context.state.position.loss_sum, context.state.position.first_loss = 1e9, 1.0
@@ -224,7 +222,7 @@ def test_no_rank_leaves_with_what_diverged_on_one(what: str) -> None:
 
 
 @pytest.mark.parametrize("refuse", [lambda *a: check_divergence(*a, 1.0), check_errors])
-def test_gradients_that_the_model_itself_has_detached_are_noticed(refuse) -> None:
+def test_gradients_that_the_model_itself_has_detached_are_noticed(refuse):
     """They would be in no message and in no step, and training would stand still in silence."""
     with nodes_of(1) as topology, small_run(topology, "local sgd") as context:
         refuse(topology, context)
@@ -235,13 +233,8 @@ def test_gradients_that_the_model_itself_has_detached_are_noticed(refuse) -> Non
 
 
 DECAY = 0.7
-RUN = {
-    "model": "resnet8-w4",
-    "outer_iterations": 6,
-    "local_steps": 3,
-    "model_ema_decay": DECAY,
-    "lr": 0.05,
-}
+RUN = {"model": "resnet8-w4", "outer_iterations": 6, "local_steps": 3, "lr": 0.05}
+RUN |= {"model_ema_decay": DECAY}
 # One of float32 beside one of float64.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 FLAT = "flat consensus"
@@ -344,9 +337,7 @@ def oracle(seen: list[Seen], decay: float) -> tuple[Tensor, Tensor, int]:
         if (name, ranks) != (FLAT, 2)
     ],
 )
-def test_the_average_is_that_of_every_z_since_the_mask_changed(
-    scenario: str, ranks_per_node: int
-) -> None:
+def test_the_average_is_that_of_every_z_since_the_mask_changed(scenario, ranks_per_node):
     # Statistics that are estimated come below.
     average = {} if scenario in BY_NAME and BY_NAME[scenario].per_step else {"bn": "average"}
     changes = settings_of(scenario, **average)
@@ -379,7 +370,7 @@ def test_the_average_is_that_of_every_z_since_the_mask_changed(
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "behind", "dense", "diloco", "pactrain"])
-def test_training_does_not_notice(scenario: str) -> None:
+def test_training_does_not_notice(scenario):
     found = []
     for decay in (0.0, DECAY):
         changes = settings_of(scenario, model_ema_decay=decay)
@@ -400,7 +391,7 @@ def test_training_does_not_notice(scenario: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "dense", "diloco", "sparseloco", "local sgd"])
-def test_what_is_judged_and_delivered_is_the_average(scenario: str) -> None:
+def test_what_is_judged_and_delivered_is_the_average(scenario):
     base, changes = BASES.get(scenario, scenario), settings_of(scenario)
     with nodes_of(1) as topology, small_run(topology, base, **changes) as context:
         state, test = context.state, context.problem.test
@@ -434,7 +425,7 @@ def test_what_is_judged_and_delivered_is_the_average(scenario: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(last, now, strict=True))
 
 
-def test_statistics_of_a_support_that_stays_are_estimated_on_the_average() -> None:
+def test_statistics_of_a_support_that_stays_are_estimated_on_the_average():
     """Where z's are for good at the freeze, on a mask that was the same before."""
     changes = settings_of("recipe", freeze_iteration=6, keep_ratio=(1.0,))
     with nodes_of(1) as topology, small_run(topology, "recipe", **changes) as context:
@@ -447,7 +438,7 @@ def test_statistics_of_a_support_that_stays_are_estimated_on_the_average() -> No
 
 
 @pytest.mark.parametrize("scenario", ["dense", "recipe"])
-def test_the_best_is_the_best_average(scenario: str) -> None:
+def test_the_best_is_the_best_average(scenario):
     changes = settings_of(scenario, val_split=0.25, train_samples=80)
     averages: dict[int, Tensor] = {}
     with nodes_of(2) as topology, small_run(topology, scenario, **changes) as context:
@@ -459,9 +450,7 @@ def test_the_best_is_the_best_average(scenario: str) -> None:
             assert torch.equal(context.state.z, averages[best])
 
 
-def test_a_run_writes_the_average_also_where_it_was_interrupted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_writes_the_average_also_where_it_was_interrupted(monkeypatch):
     judged = []
     real = evaluation.judge
 
@@ -498,7 +487,7 @@ def test_a_run_writes_the_average_also_where_it_was_interrupted(
         WORLD.Barrier()
 
 
-def test_an_average_of_what_is_not_finite_is_forgotten_with_it() -> None:
+def test_an_average_of_what_is_not_finite_is_forgotten_with_it():
     with nodes_of(1) as topology, small_run(topology, "dense", **RUN) as context:
         iterations = driver_of(context.settings).outer_iterations(topology, context)
         next(iterations)

@@ -12,7 +12,6 @@ import torch
 from image_folders import damage, write_folder, write_tars
 from jobs import run_job_here
 from nodes import WORLD, nodes_of
-from small_runs import small_run
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
@@ -44,9 +43,7 @@ def told_by_all(mine: list[str]) -> list[str]:
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", READERS)
-def test_each_folder_and_each_tar_file_is_read_by_one_rank(
-    name: str, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_folder_and_each_tar_file_is_read_by_one_rank(name, places, monkeypatch):
     module, reader = READERS[name]
     real, mine = getattr(module, reader), []
 
@@ -64,9 +61,7 @@ def test_each_folder_and_each_tar_file_is_read_by_one_rank(
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_no_class_folder_is_read_twice_by_the_ranks_of_a_job_or_of_a_dry_run(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_class_folder_is_read_twice_by_the_ranks_of_a_job_or_of_a_dry_run(places, monkeypatch):
     folder, real, mine = str(places["imagefolder"]), os.scandir, []
 
     def noted(path: str) -> Any:
@@ -90,7 +85,7 @@ def test_no_class_folder_is_read_twice_by_the_ranks_of_a_job_or_of_a_dry_run(
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_what_one_rank_cannot_read_ends_all(places: dict[str, Path]) -> None:
+def test_what_one_rank_cannot_read_ends_all(places):
     path = places["webdataset"] / "train/0007.tar"
     if WORLD.rank == 0:
         damage(path)
@@ -102,9 +97,7 @@ def test_what_one_rank_cannot_read_ends_all(places: dict[str, Path]) -> None:
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_a_class_folder_that_one_rank_cannot_read_ends_all(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_folder_that_one_rank_cannot_read_ends_all(places, monkeypatch):
     real, refused = os.scandir, str(places["imagefolder"] / "test/bee")
 
     def scandir(path: str) -> Any:
@@ -120,7 +113,7 @@ def test_a_class_folder_that_one_rank_cannot_read_ends_all(
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_ranks_share_what_is_free_on_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_what_is_free_on_their_gpus(monkeypatch):
     """Torch has 50 bytes of its own, 20 of them in use; other programs have left 1000 or more."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 + 100 * WORLD.rank, 8000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
@@ -139,28 +132,9 @@ def test_ranks_share_what_is_free_on_their_gpus(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_images_of_one_class_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_one_class_are_refused(monkeypatch):
     monkeypatch.setattr(sources, "SYNTHETIC_CLASSES", 1)
     settings = make("recipe", dataset="synthetic", train_samples=16, test_samples=8, image_size=8)
     with nodes_of(2) as topology, pytest.raises(UserError, match="of one class") as caught:
         load_dataset(topology, settings)
     assert caught.value.exit_code == UNREADABLE
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_colours_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = []
-    real = loading.channel_moments
-
-    def moments(*what: object) -> torch.Tensor:
-        measured.append(1)
-        return real(*what)
-
-    monkeypatch.setattr(loading, "channel_moments", moments)
-    given = {"image_mean": (0.1, 0.2, 0.3), "image_std": (0.4, 0.5, 0.6)}
-    for changes in ({}, given):
-        with nodes_of(2) as topology, small_run(topology, "dense", **changes) as context:
-            assert measured == [1]
-            mean, std = context.problem.mean.tolist(), context.problem.std.tolist()
-    assert mean == pytest.approx(given["image_mean"]) and std == pytest.approx(given["image_std"])

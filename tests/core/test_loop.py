@@ -22,8 +22,8 @@ from prunex_mpi.core.state import Position
     ],
 )
 def test_residuals_are_computed_when_asked_and_before_a_stop(
-    wanted: str, iteration: int, vote_next: bool, measured: bool
-) -> None:
+    wanted, iteration, vote_next, measured
+):
     settings = make(residuals=wanted, evaluate_every=3)
     this = Round(iteration, False, 0.0, np.ones(0, dtype=bool))
     for duals in (True, False):

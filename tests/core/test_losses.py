@@ -21,7 +21,7 @@ def vector(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, labels)[None]
 
 
-def test_a_loss_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_must_be_a_number(monkeypatch):
     own = {"scalar": scalar, "vector": vector}
     monkeypatch.setattr(
         "prunex_mpi.core.losses.import_function", lambda _, name, *__: own[name[4:]]
@@ -33,7 +33,7 @@ def test_a_loss_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
         find_losses(settings, 3, CPU)
 
 
-def test_a_loss_is_tried_where_it_will_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_is_tried_where_it_will_be_used(monkeypatch):
     """One whose weights of classes stay on the CPU is no loss on a GPU."""
     by_class = torch.ones(3)
 
@@ -47,7 +47,7 @@ def test_a_loss_is_tried_where_it_will_be_used(monkeypatch: pytest.MonkeyPatch) 
         find_losses(settings, 3, GPU)
 
 
-def test_several_outputs_are_for_a_loss_of_one_s_own() -> None:
+def test_several_outputs_are_for_a_loss_of_one_s_own():
     outputs = torch.zeros(2, 3), torch.zeros(2, 3)
     labels = torch.zeros(2, dtype=torch.int64)
     for loss in (cross_entropy, partial(cross_entropy, smoothing=0.1)):
@@ -56,7 +56,7 @@ def test_several_outputs_are_for_a_loss_of_one_s_own() -> None:
             loss(outputs, labels)
 
 
-def test_of_several_outputs_of_text_a_loss_gets_each_by_position() -> None:
+def test_of_several_outputs_of_text_a_loss_gets_each_by_position():
     logits, share = torch.randn(2, 4, 3), torch.tensor(0.5)
     targets = torch.tensor([[0, 1, 2, 0], [2, 2, 1, 0]])
 
@@ -69,7 +69,7 @@ def test_of_several_outputs_of_text_a_loss_gets_each_by_position() -> None:
         by_position(cross_entropy, (logits, share), targets)
 
 
-def test_of_several_outputs_the_first_are_the_logits() -> None:
+def test_of_several_outputs_the_first_are_the_logits():
     logits, features = torch.randn(2, 3), torch.randn(2, 8)
     assert logits_of([logits, features], logits.shape, "x") is logits
     for outputs in ((features, logits), {"logits": logits}, (), (None, logits)):

@@ -29,7 +29,7 @@ class Words(nn.Module):
         self.head.weight = self.words.weight
 
 
-def test_hidden_matrices_are_muons_and_all_else_is_adamws() -> None:
+def test_hidden_matrices_are_muons_and_all_else_is_adamws():
     model = Words()
     layout = build_layout(model)
     names = [segment.name for segment in hidden_matrices(model, layout)]
@@ -104,7 +104,7 @@ def test_a_matrix_becomes_nearly_orthogonal(shape: tuple[int, int]) -> None:
 @pytest.mark.mpi
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("groups", [("coupled",), ("filter", "channel")])
-def test_what_is_pruned_stays_zero(groups: tuple[str, ...]) -> None:
+def test_what_is_pruned_stays_zero(groups):
     changes = {"warmup_iterations": 0, "keep_ramp_iterations": 1, "freeze_iteration": 2}
     changes |= {"rho1": 0.02, "rho2": 0.005, "residuals": "off", "outer_iterations": 4}
     settings = make(optimizer="muon", lr=0.01, groups=groups, bn="average", **changes)

@@ -18,9 +18,7 @@ CPU = torch.device("cpu")
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("alike", [True, False])
-def test_all_ranks_begin_with_the_weights_of_rank_0(
-    alike: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_begin_with_the_weights_of_rank_0(alike, monkeypatch):
     settings = make("recipe", dataset="synthetic", train_samples=16, test_samples=8, image_size=8)
     torch.manual_seed(0 if alike else WORLD.rank)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))

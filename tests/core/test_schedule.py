@@ -31,18 +31,18 @@ def rates(schedule: str, total: int = 100, warmup: float = 0.0, final: float = 0
     ]
 
 
-def test_constant_stays_and_warmup_rises_linearly_to_the_base() -> None:
+def test_constant_stays_and_warmup_rises_linearly_to_the_base():
     assert rates("constant") == [0.2] * 100
     found = rates("constant", warmup=0.05)
     assert found[:5] == pytest.approx([0.04, 0.08, 0.12, 0.16, 0.2])
     assert found[5:] == [0.2] * 95
 
 
-def test_step_divides_by_ten_at_half_and_three_quarters() -> None:
+def test_step_divides_by_ten_at_half_and_three_quarters():
     assert rates("step") == pytest.approx([0.2] * 50 + [0.02] * 25 + [0.002] * 25)
 
 
-def test_cosine_runs_from_the_base_to_the_final_share() -> None:
+def test_cosine_runs_from_the_base_to_the_final_share():
     found = rates("cosine", warmup=0.05)
     assert found[5] == pytest.approx(0.2)
     assert all(a > b for a, b in itertools.pairwise(found[5:]))
@@ -60,13 +60,11 @@ def test_cosine_runs_from_the_base_to_the_final_share() -> None:
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "step"])
 @pytest.mark.parametrize("total", [1, 2, 7])
 @pytest.mark.parametrize("warmup", [0.0, 0.05, 0.5, 1.0])
-def test_rates_of_the_shortest_runs_are_positive_and_at_most_the_base(
-    schedule: str, total: int, warmup: float
-) -> None:
+def test_rates_of_the_shortest_runs_are_positive_and_at_most_the_base(schedule, total, warmup):
     assert all(0 < rate <= 0.2 for rate in rates(schedule, total, warmup))
 
 
-def test_keep_ramp_is_dense_then_cubic_then_at_its_target() -> None:
+def test_keep_ramp_is_dense_then_cubic_then_at_its_target():
     found = [strictness(k, warmup=3, ramp=4) for k in range(1, 11)]
     cubic = [1 - (1 - t) ** 3 for t in (0.25, 0.5, 0.75)]
     assert found == pytest.approx([0, 0, 0, *cubic, 1, 1, 1, 1])
@@ -75,7 +73,7 @@ def test_keep_ramp_is_dense_then_cubic_then_at_its_target() -> None:
 
 
 @pytest.mark.parametrize(("warmup", "ramp"), [(0, 0), (0, 1), (2, 0), (2, 1), (5, 3)])
-def test_target_is_reached_in_the_iteration_that_ends_the_ramp(warmup: int, ramp: int) -> None:
+def test_target_is_reached_in_the_iteration_that_ends_the_ramp(warmup, ramp):
     found = [strictness(k, warmup, ramp) for k in range(1, 12)]
     first = found.index(1.0) + 1
     assert first == warmup + max(1, ramp)
@@ -97,9 +95,7 @@ def test_target_is_reached_in_the_iteration_that_ends_the_ramp(warmup: int, ramp
         ([math.inf], 1.0, 1, False),
     ],
 )
-def test_masks_settle_after_a_whole_window_of_small_drifts(
-    drifts: list[float], threshold: float, window: int, expected: bool
-) -> None:
+def test_masks_settle_after_a_whole_window_of_small_drifts(drifts, threshold, window, expected):
     assert settled(drifts, threshold, window) is expected
 
 
@@ -170,20 +166,6 @@ def test_the_warm_up_has_the_interval_that_follows_it():
     assert lengths(settings, 2)[:2] == [6, 6]
 
 
-def test_other_methods_have_rounds_of_one_length():
-    for method in ("local-sgd", "diloco", "sparseloco", "dense"):
-        assert lengths_of_others(make(method=method, outer_iterations=3)) == [5, 5, 5]
-
-
-def lengths_of_others(settings):
-    context, found = work_of(settings, 5), []
-    for this in rounds(context):
-        found.append(local_steps(context))
-        assert this.last == (this.k == 3)
-        context.state.position.iteration += 1
-    return found
-
-
 def test_evaluations_come_after_as_many_steps_as_those_of_local_sgd():
     settings = make(
         method="qsr", evaluate_every=3, lr=0.05, qsr_alpha=0.301, lr_schedule="constant"
@@ -216,7 +198,7 @@ COMMON = {"dataset": "synthetic", "train_samples": 64, "test_samples": 16, "lr":
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (6, 4), (3, 3)])
-def test_the_share_of_the_run_that_is_done_stays(before: int, now: int) -> None:
+def test_the_share_of_the_run_that_is_done_stays(before, now):
     settings = make(**COMMON, outer_iterations=8)
     for iteration in range(1, 10):
         position = Position(iteration=iteration, steps_done=(iteration - 1) * before)
@@ -225,7 +207,7 @@ def test_the_share_of_the_run_that_is_done_stays(before: int, now: int) -> None:
 
 
 @pytest.mark.parametrize("iterations", [3, 4, 7])
-def test_steps_after_the_freeze_keep_the_number_of_their_own(iterations: int) -> None:
+def test_steps_after_the_freeze_keep_the_number_of_their_own(iterations):
     settings = make(
         **COMMON,
         outer_iterations=8,
@@ -240,7 +222,7 @@ def test_steps_after_the_freeze_keep_the_number_of_their_own(iterations: int) ->
     assert position.steps_done == 6 * until + 5 * after
 
 
-def test_qsr_has_outer_iterations_left_on_more_ranks() -> None:
+def test_qsr_has_outer_iterations_left_on_more_ranks():
     settings = make(**COMMON, method="qsr", outer_iterations=8, qsr_alpha=0.07)
     position = Position(iteration=4, steps_done=total_steps(settings, 2) // 2)
     recount_steps_(position, settings, 2, 1)

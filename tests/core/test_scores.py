@@ -49,12 +49,11 @@ def totals(method: str, once: int = 0, warmup: int = 0) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("once", "wanted"),
-    [(6, [0, 0, 2, 4, 6, 8, 8, 8]), (2, [2, 4, 4, 4, 4, 4, 4, 4]), (1, [2] * 8)],
+    ("once", "wanted"), [(6, [0, 0, 2, 4, 6, 8, 8, 8]), (2, [2, 4, 4, 4, 4, 4, 4, 4]), (1, [2] * 8)]
 )
-def test_a_single_choice_is_made_by_the_epoch_before_it(once: int, wanted: list[float]) -> None:
+def test_a_single_choice_is_made_by_the_epoch_before_it(once, wanted):
     assert totals("one-shot", once=once) == wanted
 
 
-def test_each_choice_is_made_by_its_own_outer_iteration() -> None:
+def test_each_choice_is_made_by_its_own_outer_iteration():
     assert totals("prunex", warmup=3) == [0, 0, 0, 2, 2, 2, 2, 2]

@@ -24,7 +24,7 @@ def adopt_half(state: State) -> None:
     adopt_mask(state, select(energies, state.groups.kinds[0], 1.0))
 
 
-def test_a_skipped_first_step_leaves_no_momentum() -> None:
+def test_a_skipped_first_step_leaves_no_momentum():
     """The fused step returns early on overflow and must not leave uninitialised memory behind."""
     state = make_state(amp="fp16")
     before = state.theta.clone()
@@ -38,7 +38,7 @@ def test_a_skipped_first_step_leaves_no_momentum() -> None:
 
 
 @pytest.mark.parametrize("consensus_sgd", [True, False])
-def test_freezing_masks_what_lives_on(consensus_sgd: bool) -> None:
+def test_freezing_masks_what_lives_on(consensus_sgd):
     state = make_state()
     momentum = state.optimizer.state[state.theta]["momentum_buffer"]
     for flat in (state.theta, momentum, state.u, state.v):
@@ -58,7 +58,7 @@ def test_freezing_masks_what_lives_on(consensus_sgd: bool) -> None:
     assert state.payload.numel() == room if consensus_sgd else state.payload.numel() >= room
 
 
-def test_weights_are_lent_and_returned() -> None:
+def test_weights_are_lent_and_returned():
     state = make_state()
     before = state.theta.clone()
     with pytest.raises(RuntimeError), weights(state, torch.zeros_like(before)):

@@ -36,7 +36,7 @@ def statistics_of(rank: int, round_: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("way", ["per step", "fp32", "int4", "sparseloco"])
-def test_small_variances_beside_large_means_survive_every_exchange(way, ranks_per_node) -> None:
+def test_small_variances_beside_large_means_survive_every_exchange(way, ranks_per_node):
     method = {"per step": "dense", "sparseloco": "sparseloco"}.get(way, "local-sgd")
     payload = {"payload": way} if way in ("fp32", "int4") else {}
     settings = make(method=method, **payload)

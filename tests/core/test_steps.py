@@ -55,7 +55,7 @@ def gradient(stream: Batches, wire=None, **settings) -> tuple[torch.Tensor, floa
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_a_batch_in_parts_has_the_same_gradient_on_all_ranks() -> None:
+def test_a_batch_in_parts_has_the_same_gradient_on_all_ranks():
     streams = [Batches(rank) for rank in range(WORLD.size)]
     wanted = sum(gradient(stream)[0] for stream in streams) / WORLD.size
     for parts in (1, 2, 4):
@@ -66,7 +66,7 @@ def test_a_batch_in_parts_has_the_same_gradient_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_running_averages_are_means_of_all_parts_so_far(parts: int, trained: bool) -> None:
+def test_running_averages_are_means_of_all_parts_so_far(parts, trained):
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * SIDE**2, CLASSES)).double()
     if trained:
         model[0].running_mean.fill_(0.5)
@@ -84,7 +84,7 @@ def test_running_averages_are_means_of_all_parts_so_far(parts: int, trained: boo
     torch.testing.assert_close(model[0].running_mean, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_batch_that_parts_do_not_divide_is_refused() -> None:
+def test_a_batch_that_parts_do_not_divide_is_refused():
     with pytest.raises(UserError, match="grad-accum-steps 3 does not divide the 32 samples"):
         make(grad_accum_steps=3, batch_size=32)
     with pytest.raises(UserError, match="grad-accum-steps means nothing to method prunetrain"):
@@ -92,7 +92,7 @@ def test_a_batch_that_parts_do_not_divide_is_refused() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.01, 1e6])
-def test_clipping_is_that_of_torch(limit: float) -> None:
+def test_clipping_is_that_of_torch(limit):
     settings = make(method="dense", batch_size=BATCH, clip_grad=limit)
     context = make_context(settings, plain_net(), Batches(0))
     forward_backward(context, None)
@@ -106,7 +106,7 @@ def test_clipping_is_that_of_torch(limit: float) -> None:
         assert torch.allclose(copy.grad, parameter.grad, rtol=1e-12, atol=0)
 
 
-def test_smoothed_labels_are_trained_on_and_not_measured_by() -> None:
+def test_smoothed_labels_are_trained_on_and_not_measured_by():
     loss, objective = find_losses(make(smoothing=0.2), CLASSES, CPU)
     outputs, labels = torch.randn(4, CLASSES), torch.tensor([0, 1, 2, 3])
     shares = F.one_hot(labels, CLASSES) * 0.8 + 0.2 / CLASSES
@@ -116,7 +116,7 @@ def test_smoothed_labels_are_trained_on_and_not_measured_by() -> None:
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.3, 1.0)])
-def test_mixed_images_have_as_much_of_each_label(mixup: float, cutmix: float) -> None:
+def test_mixed_images_have_as_much_of_each_label(mixup, cutmix):
     mixing = Mixing(mixup, cutmix, CLASSES, (3, WORLD.rank))
     labels = torch.arange(CLASSES)
     # Every image is flat, of its label's own brightness: what is mixed can be read off.
@@ -136,7 +136,7 @@ def test_mixed_images_have_as_much_of_each_label(mixup: float, cutmix: float) ->
     assert not torch.equal(other[0], mix(images, labels, mixing, 0)[0])
 
 
-def test_mixed_images_are_trained_on() -> None:
+def test_mixed_images_are_trained_on():
     context = make_context(make(method="dense", batch_size=BATCH), plain_net(), Batches(0))
     before = forward_backward(context, None)
     problem = replace(context.problem, mixing=Mixing(0.0, 1.0, CLASSES, (0, 0)))
@@ -154,20 +154,20 @@ def test_mixed_images_are_trained_on() -> None:
         ("torch:add", "it returns a tensor"),
     ],
 )
-def test_what_is_no_loss_is_refused_in_a_line(name: str, why: str) -> None:
+def test_what_is_no_loss_is_refused_in_a_line(name, why):
     with pytest.raises(UserError) as caught:
         find_losses(make(loss=name), 2, CPU)
     assert why in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_own_loss_is_trained_on_and_measured_by() -> None:
+def test_an_own_loss_is_trained_on_and_measured_by():
     loss, objective = find_losses(make(loss="torch.nn.functional:multi_margin_loss"), CLASSES, CPU)
     assert loss is objective is F.multi_margin_loss
     with pytest.raises(UserError, match="mixup is for cross-entropy"):
         make(loss="a:b", mixup=0.1)
 
 
-def test_the_learning_rate_grows_with_the_ranks_when_asked() -> None:
+def test_the_learning_rate_grows_with_the_ranks_when_asked():
     assert lr_scale_of(make(), 8) == 1.0
     assert lr_scale_of(make(lr_scaling="linear"), 8) == 8.0
     assert lr_scale_of(make(lr_scaling="sqrt"), 8) == pytest.approx(math.sqrt(8))

@@ -37,7 +37,7 @@ def to_bytes(images: Tensor) -> Tensor:
     return (images.double() * 255).round().to(torch.uint8)
 
 
-def test_moments_of_shards_add_up_to_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_of_shards_add_up_to_those_of_all(monkeypatch):
     monkeypatch.setattr(batches, "CHUNK_IMAGES", 3)
     shard = random_shard(11)
     parts = [Shard(shard.images[part], shard.labels[part]) for part in (slice(4), slice(4, None))]
@@ -56,7 +56,7 @@ def test_moments_of_shards_add_up_to_those_of_all(monkeypatch: pytest.MonkeyPatc
     assert stream(constant, Look(mean, std, "cpu")).next()[0].abs().max() < 1e-4
 
 
-def test_an_epoch_shows_each_image_once_and_the_next_reorders() -> None:
+def test_an_epoch_shows_each_image_once_and_the_next_reorders():
     batches = stream(shard := random_shard(11))
     assert batches.steps_per_epoch == 2
     epochs = []
@@ -72,7 +72,7 @@ def test_an_epoch_shows_each_image_once_and_the_next_reorders() -> None:
     assert [sorted(small.next()[1].tolist()) for _ in range(2)] == [[0, 1, 2], [0, 1, 2]]
 
 
-def test_batches_follow_seed_and_rank() -> None:
+def test_batches_follow_seed_and_rank():
     shard, global_state = random_shard(40), torch.get_rng_state()
     first, again, seed, rank = (
         stream(shard, flip=True, pad=2, seed=s, rank=r).next()
@@ -93,7 +93,7 @@ def crops(image: Tensor, pad: int) -> dict[bytes, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("flip", "pad"), [(False, 2), (True, 0), (True, 2)])
-def test_augmented_images_are_crops_of_the_padded_or_mirrored_image(flip: bool, pad: int) -> None:
+def test_augmented_images_are_crops_of_the_padded_or_mirrored_image(flip, pad):
     shard = random_shard(8)
     batches = stream(shard, batch_size=8, flip=flip, pad=pad)
     plain = [crops(image, pad) for image in shard.images]
@@ -112,7 +112,7 @@ def test_augmented_images_are_crops_of_the_padded_or_mirrored_image(flip: bool, 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_values_type_and_layout(dtype: torch.dtype, channels_last: bool) -> None:
+def test_values_type_and_layout(dtype, channels_last):
     shard = random_shard(8)
     mean, std = torch.rand(3), 0.1 + torch.rand(3)
     look = Look(mean, std, "cpu", dtype, channels_last)
@@ -127,7 +127,7 @@ def test_values_type_and_layout(dtype: torch.dtype, channels_last: bool) -> None
         assert torch.allclose(images.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_evaluation_goes_through_the_shard_in_order() -> None:
+def test_evaluation_goes_through_the_shard_in_order():
     shard = random_shard(10)
     evaluation = evaluation_batches(shard, batch_size=4, look=LOOK)
     images, labels = zip(*evaluation, strict=True)
@@ -139,7 +139,7 @@ def test_evaluation_goes_through_the_shard_in_order() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_sees_the_same_batches_without_waiting_for_the_device() -> None:
+def test_cuda_sees_the_same_batches_without_waiting_for_the_device():
     shard = random_shard(64)
     cpu, cuda = (
         stream(shard, Look(ZERO, ONE, device), flip=True, pad=2) for device in ("cpu", "cuda")

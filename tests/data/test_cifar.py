@@ -101,8 +101,8 @@ def fake_cifar(
 
 
 def test_of_a_pickle_only_the_published_bytes_are_parsed_and_only_arrays_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     fake_cifar(monkeypatch, slow=0)
     load(tmp_path, download=True)
     file = tmp_path / "files/test"
@@ -125,9 +125,7 @@ def test_of_a_pickle_only_the_published_bytes_are_parsed_and_only_arrays_made(
 
 
 @pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
-def test_cifar_is_downloaded_once_by_whoever_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, classes: int
-) -> None:
+def test_cifar_is_downloaded_once_by_whoever_comes_first(tmp_path, monkeypatch, name, classes):
     downloads = fake_cifar(monkeypatch, name)
 
     def context(rank: int) -> Dataset:
@@ -149,16 +147,14 @@ def test_cifar_is_downloaded_once_by_whoever_comes_first(
     assert int(parts[0].train.images[0, 0, 5, 5]) % 10 == int(parts[0].train.labels[0])
 
 
-def test_missing_cifar_names_the_folder_and_the_flag(tmp_path: Path) -> None:
+def test_missing_cifar_names_the_folder_and_the_flag(tmp_path):
     said = refuse(tmp_path)
     assert f"{tmp_path}: correct --data-dir, or train with --download" in said
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [OSError("no\nroute"), RuntimeError("corrupted"), None])
-def test_failed_download_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
+def test_failed_download_is_one_line(tmp_path, monkeypatch, error):
     fake_cifar(monkeypatch, error=error)
     folder = tmp_path / "data"
     if error is None:
@@ -166,9 +162,7 @@ def test_failed_download_is_one_line(
     assert "network" in refuse(folder, download=True)
 
 
-def test_who_waits_for_a_download_goes_on_as_it_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_a_download_goes_on_as_it_grows(tmp_path, monkeypatch):
     fake_cifar(monkeypatch, slow=0.25)
     monkeypatch.setattr(files, "LOOK_S", 0.01)
     calls: list[int] = []

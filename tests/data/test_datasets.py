@@ -59,7 +59,7 @@ def is_valid(dataset: Dataset) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shards_are_disjoint_and_training_shards_equal(size: int) -> None:
+def test_shards_are_disjoint_and_training_shards_equal(size):
     options = {"image_size": 8, "train_samples": 50, "test_samples": 7}
     whole = load("synthetic", **options)
     parts = [load("synthetic", **options, rank=rank, size=size) for rank in range(size)]
@@ -78,7 +78,7 @@ def test_shards_are_disjoint_and_training_shards_equal(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_images_held_out_are_the_same_for_any_number_of_ranks(size: int) -> None:
+def test_the_images_held_out_are_the_same_for_any_number_of_ranks(size):
     whole = load("digits", seed=4)
     parts = [load("digits", rank, size, seed=4, val_split=0.1) for rank in range(size)]
     held = [image for part in parts for image in images_of(part.val)]
@@ -101,7 +101,7 @@ def test_the_images_held_out_are_the_same_for_any_number_of_ranks(size: int) -> 
     assert whole.val is None and whole.val_total == 0
 
 
-def test_seed_reorders_training_images_and_leaves_the_test_set() -> None:
+def test_seed_reorders_training_images_and_leaves_the_test_set():
     first, again, other = (load("digits", seed=s, test_samples=50) for s in (1, 1, 2))
     assert torch.equal(first.train.images, again.train.images)
     assert not torch.equal(first.train.labels, other.train.labels)
@@ -109,14 +109,14 @@ def test_seed_reorders_training_images_and_leaves_the_test_set() -> None:
     assert torch.equal(first.test.images, other.test.images)
 
 
-def test_more_ranks_than_test_images_leaves_an_empty_shard() -> None:
+def test_more_ranks_than_test_images_leaves_an_empty_shard():
     for name in ("synthetic", "digits"):
         part = load(name, image_size=16, test_samples=2, rank=3, size=4)
         assert len(part.test.labels) == 0
         assert is_valid(part)
 
 
-def test_impossible_counts_are_refused() -> None:
+def test_impossible_counts_are_refused():
     too_many = "4 ranks are more than the 3 training images"
     assert too_many in refuse("synthetic", USAGE, train_samples=3, image_size=8, size=4)
     assert "1438" in refuse("digits", USAGE, train_samples=1800)
@@ -124,7 +124,7 @@ def test_impossible_counts_are_refused() -> None:
     assert "'cifar10'?" in refuse("cifar-10", USAGE)
 
 
-def test_digits_are_those_of_scikit_learn_with_a_stratified_fifth_held_out() -> None:
+def test_digits_are_those_of_scikit_learn_with_a_stratified_fifth_held_out():
     original = load_digits()
     images = np.rint(original.images * 255 / 16).astype(np.uint8)
     known = {images[i].tobytes(): original.target[i] for i in range(len(images))}
@@ -145,12 +145,12 @@ def test_digits_are_those_of_scikit_learn_with_a_stratified_fifth_held_out() -> 
     assert (means[0] - means[1]).abs().max() < 20
 
 
-def test_missing_scikit_learn_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scikit_learn_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert 'pip install "prunex_mpi[digits]"' in refuse("digits", USAGE)
 
 
-def test_synthetic_classes_can_be_told_apart() -> None:
+def test_synthetic_classes_can_be_told_apart():
     part = load("synthetic")
     assert (part.train_total, part.test_total, part.pad) == (2048, 512, 0)
     train, test = (shard.images.float().flatten(1) for shard in (part.train, part.test))
@@ -175,7 +175,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_imagefolder_reads_classes_and_colours(folder: Path) -> None:
+def test_imagefolder_reads_classes_and_colours(folder):
     parts = [load("imagefolder", data_dir=str(folder), rank=rank, size=4) for rank in range(4)]
     assert all(is_valid(part) for part in parts)
     assert (parts[0].num_classes, parts[0].train_total, parts[0].pad) == (2, 12, 2)
@@ -186,9 +186,7 @@ def test_imagefolder_reads_classes_and_colours(folder: Path) -> None:
                 assert image.float().mean((1, 2)).argmax() == (2, 0)[int(label)]
 
 
-def test_each_rank_decodes_its_own_files_only(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_decodes_its_own_files_only(folder, monkeypatch):
     spy = Mock(side_effect=image_files.as_uint8)
     monkeypatch.setattr(image_files, "as_uint8", spy)
     for rank in range(3):
@@ -197,7 +195,7 @@ def test_each_rank_decodes_its_own_files_only(
     assert len({call.args[0] for call in spy.call_args_list}) == 18
 
 
-def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder: Path) -> None:
+def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder):
     (folder / "train/red/notes.txt").unlink()
     whole = load("imagefolder", data_dir=str(folder))
     assert whole.found == f"12 images in {folder}/train, 6 images in {folder}/test, 2 classes"
@@ -219,8 +217,8 @@ def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder: Path) -
 
 
 def test_class_folders_that_another_rank_has_read_are_taken_unless_they_are_others_here(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, monkeypatch
+):
     (folder / "test/red/deeper").mkdir()
     shares = [
         image_files.read_share("imagefolder", str(folder), rank, 3, lambda: None)
@@ -256,7 +254,7 @@ def test_class_folders_that_another_rank_has_read_are_taken_unless_they_are_othe
     assert [call.args[0] for call in spy.call_args_list] == [str(path)]
 
 
-def test_loading_says_that_it_goes_on(folder: Path) -> None:
+def test_loading_says_that_it_goes_on(folder):
     calls = []
     # Of files, for what a thread decodes at a time.
     for name, least in (("imagefolder", 2 + 1 + 2 * 2), ("synthetic", 50), ("digits", 1)):
@@ -268,7 +266,7 @@ def test_loading_says_that_it_goes_on(folder: Path) -> None:
         assert len(calls) >= least, name
 
 
-def test_images_of_all_ranks_of_a_machine_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_all_ranks_of_a_machine_must_fit(monkeypatch):
     options = LOAD | {"train_samples": 4096, "test_samples": 8, "image_size": 64}
     monkeypatch.setattr(data, "memory_limit", lambda: (30 * 2**20, "Slurm gives the job here"))
     parts = {here: data.Part(0, 4, here) for here in (1, 4)}
@@ -281,7 +279,7 @@ def test_images_of_all_ranks_of_a_machine_must_fit(monkeypatch: pytest.MonkeyPat
     assert caught.value.exit_code == USAGE
 
 
-def test_images_to_train_on_must_fit_on_the_gpu() -> None:
+def test_images_to_train_on_must_fit_on_the_gpu():
     options = LOAD | {"train_samples": 1024, "test_samples": 4096, "image_size": 8}
     needed = 1024 // 4 * 3 * 8**2
     assert data.load("synthetic", part=data.Part(1, 4, room=needed), **options).train_total == 1024
@@ -291,7 +289,7 @@ def test_images_to_train_on_must_fit_on_the_gpu() -> None:
     assert caught.value.exit_code == USAGE
 
 
-def test_imagefolder_takes_val_for_test_and_grey_images(folder: Path) -> None:
+def test_imagefolder_takes_val_for_test_and_grey_images(folder):
     (folder / "test").rename(folder / "val")
     for file in (folder / "val").glob("*/*.png"):
         Image.new("L", (16, 16), 77).save(file)
@@ -303,7 +301,7 @@ def test_imagefolder_takes_val_for_test_and_grey_images(folder: Path) -> None:
     )
 
 
-def test_imagefolder_crops_the_centre_on_request(folder: Path) -> None:
+def test_imagefolder_crops_the_centre_on_request(folder):
     stripes = np.zeros((20, 60, 3), np.uint8)
     stripes[:, 15:45] = 200
     for file in (folder / "train").glob("*/*.png"):
@@ -354,7 +352,7 @@ def test_a_draw_takes_the_first_images_of_each_class_over_all_shards() -> None:
     assert found == wanted
 
 
-def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was() -> None:
+def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was():
     labels = torch.tensor([0] * 20 + [1] * 10 + [2] * 1)
     order = torch.randperm(31, generator=torch.Generator().manual_seed(3))
     kept, held = hold_out(order, labels, 0.2)
@@ -379,7 +377,7 @@ def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was() -> No
         hold_out(order, labels, 0.01)
 
 
-def test_images_to_test_on_are_not_looked_for_where_none_are_wanted(tmp_path: Path) -> None:
+def test_images_to_test_on_are_not_looked_for_where_none_are_wanted(tmp_path):
     write_folder(tmp_path, train=8, test=4)
     ways = {"data_dir": str(tmp_path), "val_split": 0.25}
     with_test = load("imagefolder", **ways)

@@ -62,7 +62,7 @@ def same(first: list[tuple[Tensor, Tensor]], second: list[tuple[Tensor, Tensor]]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_a_stream_gives_what_memory_gives(folder: Path, workers: int) -> None:
+def test_a_stream_gives_what_memory_gives(folder, workers):
     kept, streamed = load(folder, "memory"), load(folder, "stream", workers)
     assert isinstance(kept.train.images, Tensor)
     assert isinstance(streamed.train.images, Streamed)
@@ -87,7 +87,7 @@ def test_a_stream_gives_what_memory_gives(folder: Path, workers: int) -> None:
     assert streamed.reader.error is None
 
 
-def test_a_stream_goes_on_wherever_its_position_is_put(folder: Path) -> None:
+def test_a_stream_goes_on_wherever_its_position_is_put(folder):
     whole = batches(stream_of(load(folder, "memory")))
     stream = stream_of(load(folder, "stream"))
     first = batches(stream, 4)
@@ -104,9 +104,7 @@ def test_a_stream_goes_on_wherever_its_position_is_put(folder: Path) -> None:
     assert same(batches(stream), batches(reshuffled))
 
 
-def test_a_rank_reads_its_own_files_and_no_more_than_it_soon_needs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_its_own_files_and_no_more_than_it_soon_needs(folder, monkeypatch):
     spy = Mock(side_effect=image_files.as_uint8)
     monkeypatch.setattr(image_files, "as_uint8", spy)
     read = []
@@ -126,7 +124,7 @@ def test_a_rank_reads_its_own_files_and_no_more_than_it_soon_needs(
     assert not read[0] & read[1]
 
 
-def test_a_damaged_image_is_told_when_its_batch_is_due(folder: Path) -> None:
+def test_a_damaged_image_is_told_when_its_batch_is_due(folder):
     with pytest.raises(UserError) as caught:
         dataset = load(folder, "stream")
         order = stream_of(dataset).order
@@ -145,9 +143,7 @@ def test_a_damaged_image_is_told_when_its_batch_is_due(folder: Path) -> None:
         load(folder, "memory")
 
 
-def test_the_next_image_of_its_class_stands_in_for_a_damaged_one(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_image_of_its_class_stands_in_for_a_damaged_one(folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("prunex_mpi"), "propagate", True)
     ants = sorted((folder / "train/ant").iterdir())
     # Two behind each other, and the last, whose next is the first.
@@ -166,7 +162,7 @@ def test_the_next_image_of_its_class_stands_in_for_a_damaged_one(
     assert any(f"{victims[0]} is replaced by {ants[6]} (1 so far)" in line for line in lines)
 
 
-def test_images_held_out_and_those_to_train_on_never_stand_in_for_each_other(folder: Path) -> None:
+def test_images_held_out_and_those_to_train_on_never_stand_in_for_each_other(folder):
     ways = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
     ways["part"] = data.Part(0, 1, val_split=0.4)
 
@@ -190,7 +186,7 @@ def test_images_held_out_and_those_to_train_on_never_stand_in_for_each_other(fol
         load_held(mode="memory", skip_corrupt=True)
 
 
-def test_the_size_is_that_of_the_first_image_that_is_not_damaged(folder: Path) -> None:
+def test_the_size_is_that_of_the_first_image_that_is_not_damaged(folder):
     first, second = sorted((folder / "train/ant").iterdir())[:2]
     damage(first)
     with pytest.raises(UserError, match=first.name):
@@ -203,7 +199,7 @@ def test_the_size_is_that_of_the_first_image_that_is_not_damaged(folder: Path) -
         load(folder, "memory", skip_corrupt=True)
 
 
-def test_what_is_not_damaged_but_gone_is_not_replaced(folder: Path) -> None:
+def test_what_is_not_damaged_but_gone_is_not_replaced(folder):
     (folder / "train/bee/003.jpg").unlink()
     dataset = load(folder, "memory", skip_corrupt=True)
     assert dataset.reader.replaced == {}
@@ -214,7 +210,7 @@ def test_what_is_not_damaged_but_gone_is_not_replaced(folder: Path) -> None:
         streamed.reader.raise_error()
 
 
-def test_a_class_of_damaged_images_is_refused(folder: Path) -> None:
+def test_a_class_of_damaged_images_is_refused(folder):
     for path in (folder / "train/cat").iterdir():
         damage(path)
     with pytest.raises(UserError, match="so are all others of its class") as caught:
@@ -222,9 +218,7 @@ def test_a_class_of_damaged_images_is_refused(folder: Path) -> None:
     assert caught.value.exit_code == UNREADABLE
 
 
-def test_auto_streams_what_memory_cannot_hold(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_streams_what_memory_cannot_hold(folder, caplog, monkeypatch):
     assert isinstance(load(folder, "auto").train.images, Tensor)
 
     def refuse(*_: object) -> None:
@@ -241,9 +235,7 @@ def test_auto_streams_what_memory_cannot_hold(
 
 @pytest.mark.parametrize("mode", ["auto", "memory"])
 @pytest.mark.parametrize("where", ["machine", "gpu"])
-def test_auto_leaves_room_for_the_job(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, mode: str
-) -> None:
+def test_auto_leaves_room_for_the_job(folder, monkeypatch, where, mode):
     """A rank's images may take 80 % of a limit, and all of it where memory is asked for."""
     needed = 37 * 3 * 8**2 + 8 * 75 if where == "machine" else 30 * 3 * 8**2
 
@@ -266,7 +258,7 @@ def test_auto_leaves_room_for_the_job(
             is_streamed(needed - 1)
 
 
-def test_what_is_no_file_is_not_streamed() -> None:
+def test_what_is_no_file_is_not_streamed():
     sizes = {"train_samples": 8, "test_samples": 8, "image_size": 8, "seed": 0, "part": (0, 1)}
     kept = data.load("synthetic", data_dir="", access=Access(mode="auto"), **sizes)
     assert isinstance(kept.train, Shard) and kept.reader is None

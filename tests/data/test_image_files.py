@@ -29,11 +29,7 @@ def shards(tmp_path: Path, folder: Path) -> Path:
 
 
 def load(
-    name: str,
-    folder: Path,
-    size: int = 0,
-    known: Known = data.NOTHING_KNOWN,
-    **access: object,
+    name: str, folder: Path, size: int = 0, known: Known = data.NOTHING_KNOWN, **access: object
 ) -> Dataset:
     return data.load(
         name,
@@ -49,7 +45,7 @@ def load(
 
 @pytest.mark.parametrize("size", [0, 5])
 @pytest.mark.parametrize("mode", ["memory", "stream"])
-def test_tar_files_hold_what_folders_hold(folder: Path, shards: Path, mode: str, size: int) -> None:
+def test_tar_files_hold_what_folders_hold(folder, shards, mode, size):
     plain = load("imagefolder", folder, size)
     packed = load("webdataset", shards, size, mode=mode)
     assert (packed.num_classes, packed.image_size) == (3, size or 8)
@@ -62,7 +58,7 @@ def test_tar_files_hold_what_folders_hold(folder: Path, shards: Path, mode: str,
     )
 
 
-def test_a_damaged_image_is_named_or_replaced(folder: Path, shards: Path) -> None:
+def test_a_damaged_image_is_named_or_replaced(folder, shards):
     whole = load("webdataset", shards)
     path = shards / "train/0000.tar"
     with tarfile.open(path) as tar:
@@ -163,9 +159,7 @@ def append_tar(between: bytes) -> Callable[[Path], None]:
         (append("ant_001.png", b"x"), "ant_001 has two images"),
     ],
 )
-def test_what_is_wrong_with_a_tar_file_is_said(
-    shards: Path, change: Callable[[Path], object], words: str
-) -> None:
+def test_what_is_wrong_with_a_tar_file_is_said(shards, change, words):
     path = shards / "train/0000.tar"
     with tarfile.open(path) as tar:
         tar.getmembers()
@@ -178,13 +172,13 @@ def test_what_is_wrong_with_a_tar_file_is_said(
     assert caught.value.exit_code == UNREADABLE
 
 
-def test_a_fifo_named_tar_is_not_waited_for(shards: Path) -> None:
+def test_a_fifo_named_tar_is_not_waited_for(shards):
     os.mkfifo(shards / "train/0003.tar")
     with pytest.raises(UserError, match=r"cannot read tar file .*not a regular file"):
         load("webdataset", shards)
 
 
-def test_members_with_a_dot_in_their_keys_are_left_out_and_told_of(shards: Path) -> None:
+def test_members_with_a_dot_in_their_keys_are_left_out_and_told_of(shards):
     whole = load("webdataset", shards)
     assert whole.left_out == ""
     for name in ("ant_001.seg.PNG", "ant_001.meta.json", "new.1.jpg", "new.1.cls"):
@@ -203,7 +197,7 @@ def test_members_with_a_dot_in_their_keys_are_left_out_and_told_of(shards: Path)
         load("webdataset", shards)
 
 
-def test_folders_without_tar_files_are_refused(shards: Path, folder: Path) -> None:
+def test_folders_without_tar_files_are_refused(shards, folder):
     with pytest.raises(UserError, match=r"no image in .*/train/\*\.tar"):
         load("webdataset", folder)
     append("new.jpg", (folder / "test/ant/001.jpg").read_bytes())(shards / "test/0000.tar")
@@ -212,7 +206,7 @@ def test_folders_without_tar_files_are_refused(shards: Path, folder: Path) -> No
         load("webdataset", shards)
 
 
-def test_a_class_of_test_images_alone_is_refused_whatever_its_number(tmp_path: Path) -> None:
+def test_a_class_of_test_images_alone_is_refused_whatever_its_number(tmp_path):
     image = BytesIO()
     Image.new("RGB", (8, 8)).save(image, "png")
     for split, labels in (("train", (0, 2)), ("test", (0, 1, 2))):
@@ -228,7 +222,7 @@ def test_a_class_of_test_images_alone_is_refused_whatever_its_number(tmp_path: P
     assert load("webdataset", tmp_path).num_classes == 3
 
 
-def test_numbers_of_classes_that_are_out_of_all_proportion_are_refused(shards: Path) -> None:
+def test_numbers_of_classes_that_are_out_of_all_proportion_are_refused(shards):
     image = BytesIO()
     Image.new("RGB", (8, 8)).save(image, "png")
     for split in ("train", "test"):
@@ -238,7 +232,7 @@ def test_numbers_of_classes_that_are_out_of_all_proportion_are_refused(shards: P
         load("webdataset", shards)
 
 
-def test_other_images_or_classes_are_told_apart_and_another_place_is_not(tmp_path: Path) -> None:
+def test_other_images_or_classes_are_told_apart_and_another_place_is_not(tmp_path):
     first, copy = (write_folder(tmp_path / name, 3, 1) for name in ("first", "copy"))
     packed = [write_tars(tmp_path / name, folder) for name, folder in (("a", first), ("b", copy))]
     kinds = ("imagefolder", first, copy), ("webdataset", *packed)
@@ -254,7 +248,7 @@ def test_other_images_or_classes_are_told_apart_and_another_place_is_not(tmp_pat
     assert load("webdataset", other).digest != load("webdataset", packed[0]).digest
 
 
-def test_headers_that_another_rank_has_read_are_taken_as_they_are(shards: Path) -> None:
+def test_headers_that_another_rank_has_read_are_taken_as_they_are(shards):
     shares = [read_share("webdataset", str(shards), rank, 3, lambda: None) for rank in range(3)]
     assert sorted(map(len, shares)) == [1, 1, 2]
     assert {path for share in shares for path in share} == {*map(str, shards.glob("*/*.tar"))}
@@ -271,7 +265,7 @@ def test_headers_that_another_rank_has_read_are_taken_as_they_are(shards: Path) 
         load("webdataset", shards, 8, known=every)
 
 
-def test_a_tar_file_of_another_size_than_on_another_rank_is_refused(shards: Path) -> None:
+def test_a_tar_file_of_another_size_than_on_another_rank_is_refused(shards):
     known = read_share("webdataset", str(shards), 0, 1, lambda: None)
     path = shards / "train/0007.tar"
     size = path.stat().st_size

@@ -4,7 +4,6 @@ import io
 import os
 import struct
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,9 +49,7 @@ HALF_RED = (255, 127, 127)  # half of it, on white
         ("F", 0.5, None),
     ],
 )
-def test_every_mode_becomes_the_colour_that_it_shows_or_is_refused(
-    mode: str, colour: object, expected: tuple[int, ...] | None
-) -> None:
+def test_every_mode_becomes_the_colour_that_it_shows_or_is_refused(mode, colour, expected):
     image = Image.new("L" if mode == "P" else mode, (2, 2), colour)
     if mode == "P":
         image = image.convert("P")
@@ -69,7 +66,7 @@ def test_every_mode_becomes_the_colour_that_it_shows_or_is_refused(
     assert np.abs(found - np.array(expected)).max() <= 1
 
 
-def test_a_transparent_colour_becomes_white(tmp_path: Path) -> None:
+def test_a_transparent_colour_becomes_white(tmp_path):
     levels = np.array([[0, 128]], np.uint8)
     for kind, image in (
         ("L", Image.fromarray(levels)),
@@ -94,7 +91,7 @@ def sixteen_bit_rgb_png(levels: np.ndarray) -> bytes:
     return out
 
 
-def test_files_of_16_bits_keep_their_grey(tmp_path: Path) -> None:
+def test_files_of_16_bits_keep_their_grey(tmp_path):
     levels = np.array([[0, 65535], [32896, 16384]], np.uint16)
     expected = np.array([[0, 255], [128, 64]])
     tags = TiffImagePlugin.ImageFileDirectory_v2()
@@ -119,7 +116,7 @@ def test_files_of_16_bits_keep_their_grey(tmp_path: Path) -> None:
     assert np.abs(as_uint8(file, 2, fit=False, name="x")[0].numpy() - expected).max() <= 1
 
 
-def test_twelve_bits_of_a_tiff_are_its_full_range() -> None:
+def test_twelve_bits_of_a_tiff_are_its_full_range():
     def entry(tag: int, value: int) -> bytes:
         return struct.pack("<HHII", tag, 3, 1, value)
 
@@ -140,7 +137,7 @@ def other_formats() -> list[str]:
 
 
 @pytest.mark.parametrize("kind", other_formats())
-def test_no_other_formats_are_tried_whatever_a_name_says(tmp_path: Path, kind: str) -> None:
+def test_no_other_formats_are_tried_whatever_a_name_says(tmp_path, kind):
     try:
         # Not by name: SPIDER would take the ending of the name for its own from then on.
         Image.new("RGB", (16, 16), RED).save(content := io.BytesIO(), kind)
@@ -151,7 +148,7 @@ def test_no_other_formats_are_tried_whatever_a_name_says(tmp_path: Path, kind: s
         open_rgb(str(tmp_path / "x.jpg"))
 
 
-def test_images_of_too_many_pixels_are_refused_before_they_are_decoded() -> None:
+def test_images_of_too_many_pixels_are_refused_before_they_are_decoded():
     header = struct.pack(">IIBBBBB", 8193, 8192, 8, 6, 0, 0, 0)
     content = b"\x89PNG\r\n\x1a\n"
     # Reading further than the header would show that there is nothing.
@@ -165,13 +162,13 @@ def test_images_of_too_many_pixels_are_refused_before_they_are_decoded() -> None
 
 
 @pytest.mark.parametrize(("side", "advised"), [(8, 8), (64, 64), (260, 224), (200, 224)])
-def test_images_of_another_size_are_refused_with_a_size_to_give(side: int, advised: int) -> None:
+def test_images_of_another_size_are_refused_with_a_size_to_give(side, advised):
     image = Image.new("RGB", (side, side + 1))
     with pytest.raises(UserError, match=f"not {side}x{side}: give --image-size {advised} to"):
         to_side(image, side, fit=False, name="x")
 
 
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "fifo.png")
     (tmp_path / "device.png").symlink_to("/dev/zero")
     for name in ("fifo.png", "device.png"):
@@ -179,7 +176,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
             open_rgb(str(tmp_path / name))
 
 
-def test_refused_files_are_named_in_one_line(tmp_path: Path) -> None:
+def test_refused_files_are_named_in_one_line(tmp_path):
     Image.new("F", (2, 2), 0.5).save(tmp_path / "f.tif")
     Image.new("I", (2, 2), 70000).save(tmp_path / "i.tif")
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")

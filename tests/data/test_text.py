@@ -1,7 +1,5 @@
 """Windows of a text: what is drawn to train on, what is tested on."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -25,7 +23,7 @@ def stream_of(rank: int = 0, seed: int = 0, stop: int = 90) -> WindowStream:
     return WindowStream(TOKENS, 8, "cpu", stop=stop, batch_size=4, seed=seed, rank=rank, ranks=1)
 
 
-def test_targets_are_one_further_on_and_stay_in_the_part() -> None:
+def test_targets_are_one_further_on_and_stay_in_the_part():
     stream = stream_of(stop=20)
     starts = set()
     for _ in range(50):
@@ -36,7 +34,7 @@ def test_targets_are_one_further_on_and_stay_in_the_part() -> None:
     assert starts == set(range(12))
 
 
-def test_windows_depend_on_seed_and_rank_and_go_on_from_a_position() -> None:
+def test_windows_depend_on_seed_and_rank_and_go_on_from_a_position():
     first = [stream_of(rank, seed).next()[0].tolist() for rank, seed in ((0, 0), (1, 0), (0, 1))]
     assert first[0] == stream_of().next()[0].tolist()
     assert first[0] != first[1] and first[0] != first[2]
@@ -51,7 +49,7 @@ def test_windows_depend_on_seed_and_rank_and_go_on_from_a_position() -> None:
     assert torch.equal(stream.next()[0], other.next()[0])
 
 
-def test_rows_reach_over_several_files(tmp_path: Path) -> None:
+def test_rows_reach_over_several_files(tmp_path):
     for name, text in {"a": "abc", "b": "d", "c": "efgh"}.items():
         (tmp_path / name).write_text(text)
     tokens = read_text_data(str(tmp_path), "bytes").tokens
@@ -59,7 +57,7 @@ def test_rows_reach_over_several_files(tmp_path: Path) -> None:
     assert [bytes(row.tolist()) for row in rows] == [b"abcd", b"cdef", b"efgh"]
 
 
-def test_windows_of_a_part_cover_it_once() -> None:
+def test_windows_of_a_part_cover_it_once():
     windows = windows_of(TOKENS, 30, 57, 8)
     assert list(windows.starts) == [30, 38, 46]
     batches = list(window_batches(windows, batch_size=2, device="cpu", vocabulary=100))
@@ -67,7 +65,7 @@ def test_windows_of_a_part_cover_it_once() -> None:
     assert torch.cat([targets for _, targets in batches]).flatten().tolist() == list(range(31, 55))
 
 
-def test_batches_are_smaller_where_logits_are_large() -> None:
+def test_batches_are_smaller_where_logits_are_large():
     windows = Windows(TOKENS, range(0, 40, 4), 4)
     sizes = [
         len(inputs)
@@ -76,7 +74,7 @@ def test_batches_are_smaller_where_logits_are_large() -> None:
     assert sizes == [2] * 5
 
 
-def test_the_last_tenth_is_to_test_on_and_the_end_of_the_rest_is_held_out() -> None:
+def test_the_last_tenth_is_to_test_on_and_the_end_of_the_rest_is_held_out():
     parts = parts_of(1001, 0.0, 8, 1)
     assert parts == Parts(900, 0, 900, 101)
     assert parts_of(1001, 0.1, 8, 1) == Parts(810, 90, 900, 101)
@@ -91,8 +89,6 @@ def test_the_last_tenth_is_to_test_on_and_the_end_of_the_rest_is_held_out() -> N
         (100, 0.0, 9, 10, "10 ranks are more than the 9 windows of 9 tokens"),
     ],
 )
-def test_too_little_text_is_refused(
-    count: int, val_split: float, context: int, ranks: int, says: str
-) -> None:
+def test_too_little_text_is_refused(count, val_split, context, ranks, says):
     with pytest.raises(UserError, match=says):
         parts_of(count, val_split, context, ranks)

@@ -4,7 +4,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
@@ -19,6 +18,11 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
+
+
+def written(folder: Path, text: str) -> Path:
+    (folder / "text").write_text(text)
+    return folder / "text"
 
 
 def all_tokens(data_dir: Path | str, tokenizer: str = "bytes") -> list[int]:
@@ -42,7 +46,7 @@ def tokenizer_file(path: Path, text: str = "ab ab cd\n") -> Path:
     return path
 
 
-def test_the_files_of_a_folder_come_in_the_order_of_their_paths(tmp_path: Path) -> None:
+def test_the_files_of_a_folder_come_in_the_order_of_their_paths(tmp_path):
     folder = tmp_path / "texts"
     for name, text in {"b.txt": "B", "a/z.md": "Z", ".hidden": "H", "a/empty": ""}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -54,19 +58,15 @@ def test_the_files_of_a_folder_come_in_the_order_of_their_paths(tmp_path: Path) 
     assert "3 files" in prepared.found and "a/empty to b.txt" in prepared.found
 
 
-def test_bytes_are_the_files_themselves(tmp_path: Path, scratch: Path) -> None:
-    file = tmp_path / "text"
-    file.write_text("Ä b\n")
+def test_bytes_are_the_files_themselves(tmp_path, scratch):
+    file = written(tmp_path, "Ä b\n")
     prepared = prepare(str(file), "bytes")
     assert prepared.files == (str(file),) and not list(scratch.iterdir())
     assert bytes(all_tokens(file)) == "Ä b\n".encode()
 
 
-def test_characters_are_numbered_in_order_and_their_file_is_gone_once_mapped(
-    tmp_path: Path, scratch: Path
-) -> None:
-    file = tmp_path / "text"
-    file.write_text("caÄ𝄞a")
+def test_characters_are_numbered_in_order_and_their_file_is_gone_once_mapped(tmp_path, scratch):
+    file = written(tmp_path, "caÄ𝄞a")
     text = read_text_data(str(file), "chars")
     assert text.tokenizer.characters == "acÄ𝄞" and text.tokenizer.size == 4
     assert text.tokens.rows([0], 5).tolist() == [[1, 0, 2, 3, 0]]
@@ -74,9 +74,7 @@ def test_characters_are_numbered_in_order_and_their_file_is_gone_once_mapped(
     assert not list(scratch.iterdir())
 
 
-def test_pieces_do_not_change_the_characters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_do_not_change_the_characters(tmp_path, monkeypatch):
     file = tmp_path / "text"
     text = "".join(f"line {i} Ä𝄞\n" for i in range(40)) + "x" * 50
     file.write_text(text)
@@ -86,7 +84,7 @@ def test_pieces_do_not_change_the_characters(
     assert decode(found.tokenizer, numbers) == text
 
 
-def test_a_vocabulary_above_256_takes_16_bits(tmp_path: Path) -> None:
+def test_a_vocabulary_above_256_takes_16_bits(tmp_path):
     file = tmp_path / "text"
     text = "".join(map(chr, range(1000, 1300)))
     file.write_text(text)
@@ -94,9 +92,8 @@ def test_a_vocabulary_above_256_takes_16_bits(tmp_path: Path) -> None:
     assert all_tokens(file, "chars") == list(range(300))
 
 
-def test_a_tokenizer_file_gives_its_tokens(tmp_path: Path, scratch: Path) -> None:
-    file = tmp_path / "text"
-    file.write_text("ab cd Ä\n")
+def test_a_tokenizer_file_gives_its_tokens(tmp_path, scratch):
+    file = written(tmp_path, "ab cd Ä\n")
     name = str(tokenizer_file(tmp_path / "tokenizer.json"))
     text = read_text_data(str(file), name)
     numbers = text.tokens.rows([0], len(text.tokens))[0].tolist()
@@ -104,7 +101,7 @@ def test_a_tokenizer_file_gives_its_tokens(tmp_path: Path, scratch: Path) -> Non
     assert max(numbers) < text.tokenizer.size and not list(scratch.iterdir())
 
 
-def test_every_python_has_text() -> None:
+def test_every_python_has_text():
     text = read_text_data("", "bytes")
     assert len(text.tokens) == text.length > 300_000
 
@@ -118,9 +115,7 @@ def test_every_python_has_text() -> None:
     ],
 )
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
-def test_bad_text_is_refused(
-    tmp_path: Path, scratch: Path, content: bytes, says: str, tokenizer: str
-) -> None:
+def test_bad_text_is_refused(tmp_path, scratch, content, says, tokenizer):
     file = tmp_path / "text"
     file.write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -129,9 +124,7 @@ def test_bad_text_is_refused(
     assert not list(scratch.iterdir())
 
 
-def test_the_place_of_a_bad_byte_counts_from_the_beginning_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_place_of_a_bad_byte_counts_from_the_beginning_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "PIECE_BYTES", 4)
     file = tmp_path / "text"
     file.write_bytes("abcÄ".encode() * 5 + b"\xe2\x82x")
@@ -139,7 +132,7 @@ def test_the_place_of_a_bad_byte_counts_from_the_beginning_of_the_file(
         prepare(str(file), "bytes")
 
 
-def test_what_is_missing_or_no_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_missing_or_no_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="there is no text in"):
         prepare(str(tmp_path / "nowhere"), "bytes")
     (tmp_path / "folder").mkdir()
@@ -150,19 +143,17 @@ def test_what_is_missing_or_no_file_is_refused(tmp_path: Path) -> None:
         prepare(str(tmp_path / "pipe"), "bytes")
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
-    file = tmp_path / "text"
-    file.write_text("some text")
+    file = written(tmp_path, "some text")
     with pytest.raises(UserError, match="is no tokenizer"):
         prepare(str(file), str(file))
     with pytest.raises(UserError, match="give bytes, chars, or a tokenizer"):
         prepare(str(file), str(tmp_path / "nowhere.json"))
 
 
-def test_characters_beyond_a_known_vocabulary_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "text"
-    file.write_text("abc")
+def test_characters_beyond_a_known_vocabulary_are_refused(tmp_path):
+    file = written(tmp_path, "abc")
     known = prepare(str(file), "chars").tokenizer
     file.write_text("ba")
     assert read_text_data(str(file), "chars", known).tokens.rows([0], 2).tolist() == [[1, 0]]
@@ -173,24 +164,16 @@ def test_characters_beyond_a_known_vocabulary_are_refused(tmp_path: Path) -> Non
         encode_characters("abx", "abc")
 
 
-def test_no_room_for_tokens_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "text"
-    file.write_text("abc")
+def test_no_room_for_tokens_is_one_line(tmp_path, monkeypatch):
+    file = written(tmp_path, "abc")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="TMPDIR"):
         prepare(str(file), "chars")
 
 
-def test_texts_differ_by_their_digest(tmp_path: Path) -> None:
+def test_texts_differ_by_their_digest(tmp_path):
     digests = set()
     for content, tokenizer in (("abc", "bytes"), ("abd", "bytes"), ("abc", "chars")):
         (tmp_path / "text").write_text(content)
         digests.add(prepare(str(tmp_path / "text"), tokenizer).digest)
     assert len(digests) == 3
-
-
-def test_types_are_as_small_as_the_vocabulary_allows() -> None:
-    sizes = (1, 256, 257, 65536, 65537)
-    types = [text_files.type_for(size) for size in sizes]
-    assert types == ["uint8", "uint8", "uint16", "uint16", "uint32"]
-    assert all(np.iinfo(t).max >= size - 1 for t, size in zip(types, sizes, strict=True))

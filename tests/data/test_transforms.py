@@ -26,7 +26,7 @@ def images(count: int, side: int = 24) -> torch.Tensor:
     return torch.randint(0, 256, (count, 3, side, side), generator=generator, dtype=torch.uint8)
 
 
-def test_crops_are_scaled_as_torchvision_does() -> None:
+def test_crops_are_scaled_as_torchvision_does():
     before = images(64)
     boxes = draw_boxes(64, 24, torch.Generator().manual_seed(1))
     # Also pixels that are one, and the whole image.
@@ -39,7 +39,7 @@ def test_crops_are_scaled_as_torchvision_does() -> None:
     assert torch.equal(after[1], before[1])
 
 
-def test_boxes_are_distributed_as_torchvision_draws_them() -> None:
+def test_boxes_are_distributed_as_torchvision_draws_them():
     boxes = draw_boxes(4000, 32, torch.Generator().manual_seed(2))
     assert (boxes[:2] >= 0).all() and (boxes[2:] >= 1).all()
     assert (boxes[:2] + boxes[2:] <= 32).all()
@@ -53,7 +53,7 @@ def test_boxes_are_distributed_as_torchvision_draws_them() -> None:
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_follow_their_seeds_and_leave_torch_alone(name: str) -> None:
+def test_transforms_follow_their_seeds_and_leave_torch_alone(name):
     before = images(25 * GROUP + 1, 12)
     seeds = draw_seeds(len(before), torch.Generator().manual_seed(1))
     state = torch.get_rng_state()
@@ -67,7 +67,7 @@ def test_transforms_follow_their_seeds_and_leave_torch_alone(name: str) -> None:
     assert not torch.equal(transformed(before, chosen, seeds.flip(0)), after)
 
 
-def test_generators_of_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generators_of_devices_are_left_alone(monkeypatch):
     seeded: list[int] = []
     # What torch.manual_seed asks CUDA for, which has not begun here.
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
@@ -75,7 +75,7 @@ def test_generators_of_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -
     assert seeded == []
 
 
-def test_mixed_images_are_drawn_on_the_cpu_and_go_back() -> None:
+def test_mixed_images_are_drawn_on_the_cpu_and_go_back():
     """Nothing can be drawn on the device meta, which stands for a GPU."""
     there = Mock(device=torch.device("meta"), cpu=lambda: images(4))
     seeds = torch.tensor([1])
@@ -83,11 +83,11 @@ def test_mixed_images_are_drawn_on_the_cpu_and_go_back() -> None:
     assert (mixed.device.type, mixed.shape) == ("meta", (4, 3, 24, 24))
 
 
-def test_settings_name_what_there_is() -> None:
+def test_settings_name_what_there_is():
     assert tuple(TRANSFORMS) == fields.TRANSFORMS
 
 
-def test_batches_of_changed_images_go_on_exactly() -> None:
+def test_batches_of_changed_images_go_on_exactly():
     shard = Shard(images(20), torch.arange(20))
     changes = Augmentation(True, ("rand-augment", "random-erasing"))
 

@@ -77,15 +77,13 @@ def items(count: int = 6, **attributes: Any) -> Own:
 
 @pytest.mark.parametrize("mode", ["memory", "stream"])
 @pytest.mark.parametrize("part", [WHOLE, Part(1, 3), Part(0, 2, val_split=0.2)])
-def test_digits_by_a_function_are_those_built_in(mode: str, part: Part) -> None:
+def test_digits_by_a_function_are_those_built_in(mode, part):
     assert_same(load("digits", part=part), load("digits_again", part=part, mode=mode))
 
 
 @pytest.mark.parametrize("size", [0, 5])
 @pytest.mark.parametrize("mode", ["memory", "stream"])
-def test_files_by_a_function_are_those_of_their_folder(
-    tmp_path: Path, mode: str, size: int
-) -> None:
+def test_files_by_a_function_are_those_of_their_folder(tmp_path, mode, size):
     folder = str(write_folder(tmp_path, train=6, test=2))
     ways = {"data_dir": folder, "size": size, "part": Part(1, 2)}
     plain, found = load("imagefolder", **ways), load("from_files", mode=mode, **ways)
@@ -93,19 +91,6 @@ def test_files_by_a_function_are_those_of_their_folder(
     assert found.class_names == CLASSES
     text = "18 images to train on and 6 to test on in own_data:from_files, 3 classes"
     assert found.found == text
-
-
-def test_the_function_gets_folder_and_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def made(**given: Any) -> Own:
-        asked.append(given)
-        return items()
-
-    monkeypatch.setattr(own_data, "made", made, raising=False)
-    load("made", data_dir="some/where")
-    where = {"data_dir": "some/where"}
-    assert asked == [{**where, "train": True}, {**where, "train": False}]
 
 
 GREY = np.arange(16, dtype=np.uint8).reshape(1, 4, 4)
@@ -128,7 +113,7 @@ CLEAR = Image.fromarray(np.full((4, 4, 4), 77, dtype=np.uint8), "RGBA")
         (CLEAR, np.asarray(to_rgb(CLEAR, "")).transpose(2, 0, 1)),
     ],
 )
-def test_images_of_all_kinds(made: Callable[..., Dataset], image: Any, pixels: np.ndarray) -> None:
+def test_images_of_all_kinds(made, image, pixels):
     loaded = made([(image, 0)] * 2)
     assert loaded.train.images.dtype == torch.uint8
     assert np.array_equal(loaded.train.images[0], np.broadcast_to(pixels, (3, 4, 4)))
@@ -137,7 +122,7 @@ def test_images_of_all_kinds(made: Callable[..., Dataset], image: Any, pixels: n
 @pytest.mark.parametrize(
     "kind", [int, np.int64, np.uint8, torch.tensor, np.array], ids=lambda kind: kind.__name__
 )
-def test_labels_of_all_kinds(made: Callable[..., Dataset], kind: Callable[[int], Any]) -> None:
+def test_labels_of_all_kinds(made, kind):
     one = items()
     plain = made(list(zip(one.images, one.own, strict=True)))
     labels = [kind(label) for label in one.own]
@@ -148,7 +133,7 @@ def test_labels_of_all_kinds(made: Callable[..., Dataset], kind: Callable[[int],
     assert plain.train.labels.tolist() != sorted(plain.train.labels.tolist())
 
 
-def test_the_example_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_readme(tmp_path, monkeypatch):
     text = (Path(datasets.__file__).parent / "README.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "mine.py").write_text(code)
@@ -163,7 +148,7 @@ def test_the_example_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_same(load("imagefolder", data_dir=str(tmp_path)), found)
 
 
-def test_data_sets_of_torch_and_torchvision(made: Callable[..., Dataset]) -> None:
+def test_data_sets_of_torch_and_torchvision(made):
     loaded = load("tensors")
     assert (loaded.train_total, loaded.test_total, loaded.num_classes) == (100, 40, 10)
     fakes = [FakeData(8, (3, 6, 6), 4, random_offset=offset) for offset in (0, 8)]
@@ -186,12 +171,7 @@ def test_data_sets_of_torch_and_torchvision(made: Callable[..., Dataset]) -> Non
         ({"targets": [5, 6, 7, 5, 6, 7], "target_transform": lambda label: label - 5}, True),
     ],
 )
-def test_labels_are_taken_from_where_they_are_held(
-    made: Callable[..., Dataset],
-    caplog: pytest.LogCaptureFixture,
-    attributes: dict[str, Any],
-    reads: bool,
-) -> None:
+def test_labels_are_taken_from_where_they_are_held(made, caplog, attributes, reads):
     with caplog.at_level(logging.INFO, log.name):
         loaded = made(items(**attributes))
     text = "own_data:made train: all 6 items are gone through for their labels"
@@ -199,13 +179,13 @@ def test_labels_are_taken_from_where_they_are_held(
     assert sorted(loaded.train.labels.tolist()) == [0, 0, 1, 1, 2, 2]
 
 
-def test_signs_of_life_are_given_while_labels_are_looked_for() -> None:
+def test_signs_of_life_are_given_while_labels_are_looked_for():
     beats = []
     load("tensors", part=Part(0, 1, going=lambda: beats.append(None)))
     assert len(beats) >= 140
 
 
-def test_numbers_and_names_of_classes(made: Callable[..., Dataset]) -> None:
+def test_numbers_and_names_of_classes(made):
     def classes(train: Any, test: Any = None) -> tuple[int, tuple[str, ...]]:
         halves = [items(classes=names) for names in (train, test or train)]
         loaded = made(*halves)
@@ -217,13 +197,13 @@ def test_numbers_and_names_of_classes(made: Callable[..., Dataset]) -> None:
         assert classes(none) == (3, ())
 
 
-def test_images_are_mirrored_unless_their_data_set_says_no(made: Callable[..., Dataset]) -> None:
+def test_images_are_mirrored_unless_their_data_set_says_no(made):
     assert [made(items(**a)).flip for a in ({}, {"flip": True}, {"flip": False})] == [1, 1, 0]
     assert made([(np.zeros((3, 32, 32), np.uint8), 0)]).pad == 4
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-def test_items_are_asked_for_by_so_many_threads(made: Callable[..., Dataset], workers: int) -> None:
+def test_items_are_asked_for_by_so_many_threads(made, workers):
     """With one worker no two items are asked for at a time."""
     run_collectively, most, lock = 0, 0, threading.Lock()
 
@@ -279,7 +259,7 @@ BAD = [
 
 @pytest.mark.parametrize("mode", ["memory", "stream"])
 @pytest.mark.parametrize(("name", "code", "words"), BAD)
-def test_what_is_wrong_is_said_in_a_line(name: str, code: int, words: str, mode: str) -> None:
+def test_what_is_wrong_is_said_in_a_line(name, code, words, mode):
     with pytest.raises(UserError) as caught:
         loaded = load(name, mode=mode)
         assert mode == "stream"
@@ -291,7 +271,7 @@ def test_what_is_wrong_is_said_in_a_line(name: str, code: int, words: str, mode:
 
 
 @pytest.mark.parametrize("mode", ["memory", "stream"])
-def test_a_damaged_item_is_replaced_on_request(mode: str) -> None:
+def test_a_damaged_item_is_replaced_on_request(mode):
     loaded = load("damaged", mode=mode, skip_corrupt=True)
     images = loaded.train.images[:]
     # That of item 1, the other one of its class, stands for it.
@@ -299,7 +279,7 @@ def test_a_damaged_item_is_replaced_on_request(mode: str) -> None:
     assert of_class_1.tolist() == [20, 20]
 
 
-def test_files_that_are_gone_are_not_replaced(tmp_path: Path) -> None:
+def test_files_that_are_gone_are_not_replaced(tmp_path):
     folder = write_folder(tmp_path, train=3, test=1)
     gone, broken = (folder / f"train/bee/00{number}.png" for number in (0, 2))
     damage(broken)
@@ -310,5 +290,5 @@ def test_files_that_are_gone_are_not_replaced(tmp_path: Path) -> None:
         load("from_files", data_dir=str(folder), skip_corrupt=True)
 
 
-def test_other_sizes_are_cropped_on_request() -> None:
+def test_other_sizes_are_cropped_on_request():
     assert load("sizes", size=4).train.images.shape == (6, 3, 4, 4)

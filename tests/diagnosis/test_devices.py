@@ -44,7 +44,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.devi
     return chosen
 
 
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(monkeypatch):
     pretend_gpus(monkeypatch, 0)
     for requested in ("auto", "cpu"):
         assert devices.choose_device(requested, 3) == torch.device("cpu")
@@ -53,7 +53,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_an_error(monkeypatch: pytest.Mon
     assert caught.value.exit_code == USAGE
 
 
-def test_ranks_of_a_machine_share_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_machine_share_its_gpus_in_turn(monkeypatch):
     current = pretend_gpus(monkeypatch, 2)
     for requested in ("auto", "cuda"):
         found = [devices.choose_device(requested, rank).index for rank in range(5)]
@@ -65,9 +65,7 @@ def test_ranks_of_a_machine_share_its_gpus_in_turn(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("allowed", "sharers", "threads"), [(8, 1, 8), (8, 4, 2), (8, 3, 2), (2, 4, 1), (2, 1, 2)]
 )
-def test_ranks_share_the_cores_they_may_all_use(
-    allowed: int, sharers: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_share_the_cores_they_may_all_use(allowed, sharers, threads, monkeypatch):
     set_to: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)))
@@ -76,7 +74,7 @@ def test_ranks_share_the_cores_they_may_all_use(
     assert set_to == [threads]
 
 
-def test_omp_num_threads_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_wins(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     before = torch.get_num_threads()
     assert devices.set_threads(1) == before == torch.get_num_threads()
@@ -121,7 +119,7 @@ def faults_of_memory_taken_again(environment: dict[str, str], *, keep: bool) -> 
 
 @pytest.mark.any_mpi
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this is not glibc")
-def test_memory_that_was_freed_is_not_mapped_anew() -> None:
+def test_memory_that_was_freed_is_not_mapped_anew():
     pages = 2**26 // resource.getpagesize()
     assert faults_of_memory_taken_again({}, keep=True) < pages
     assert faults_of_memory_taken_again({}, keep=False) >= 10 * pages
@@ -131,31 +129,23 @@ def test_memory_that_was_freed_is_not_mapped_anew() -> None:
 @pytest.mark.parametrize(
     "asked", [{"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}]
 )
-def test_what_the_user_has_set_of_the_allocator_wins(asked: dict[str, str]) -> None:
+def test_what_the_user_has_set_of_the_allocator_wins(asked):
     faults_of_memory_taken_again(asked, keep=True)
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
 @pytest.mark.parametrize("name", ["MPICH_GPU_SUPPORT_ENABLED", "I_MPI_OFFLOAD", "MV2_USE_CUDA"])
-def test_variables_of_the_vendors_say_whether_mpi_takes_cuda(
-    name: str, value: str, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_the_vendors_say_whether_mpi_takes_cuda(name, value, expected, monkeypatch):
     monkeypatch.setenv(name, value)
     assert devices.claimed_cuda_support() is expected
 
 
-def test_library_is_asked_without_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MPICH_GPU_SUPPORT_ENABLED", "I_MPI_OFFLOAD", "MV2_USE_CUDA"):
-        monkeypatch.delenv(name, raising=False)
-    assert devices.claimed_cuda_support() in (True, False, None)
-
-
 @pytest.mark.usefixtures("_as_in_the_environment")
-def test_probe_passes_on_host_memory_in_a_job_of_its_own() -> None:
+def test_probe_passes_on_host_memory_in_a_job_of_its_own():
     assert devices.probe("cpu") == ""
 
 
-def test_probe_without_a_launcher_passes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_without_a_launcher_passes_nothing(monkeypatch):
     """One rank alone would exchange nothing."""
     monkeypatch.setattr(devices.shutil, "which", lambda _: None)
     assert "no mpiexec" in devices.probe("cpu")
@@ -163,7 +153,7 @@ def test_probe_without_a_launcher_passes_nothing(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.usefixtures("_as_in_the_environment")
-def test_probe_passes_from_inside_a_job() -> None:
+def test_probe_passes_from_inside_a_job():
     if WORLD.size > 2:
         pytest.skip("two ranks show it; more would only share the cores with the probe")
     reason = devices.probe("cpu") if WORLD.rank == 0 else ""
@@ -184,9 +174,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_probe_reports_a_crash_a_hang_and_a_missing_program(
-    launcher: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probe_reports_a_crash_a_hang_and_a_missing_program(launcher, monkeypatch):
     assert "code 1: " in devices.probe("no-such-device")
     this_python = sys.executable
     monkeypatch.setattr(devices.sys, "executable", "/bin/false")
@@ -198,28 +186,8 @@ def test_probe_reports_a_crash_a_hang_and_a_missing_program(
     assert "FileNotFoundError" in devices.probe("cuda")
 
 
-def test_probe_of_one_operation_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> None:
-        commands.append(command)
-        raise OSError("not started")
-
-    monkeypatch.setattr(devices.shutil, "which", lambda _: "mpiexec")
-    monkeypatch.setattr(devices.subprocess, "run", run)
-    devices.probe("cpu", "bor")
-    devices.probe("cpu")
-    assert [command[:3] for command in commands] == [["mpiexec", "-n", "2"]] * 2
-    assert [command[5:] for command in commands] == [
-        ["prunex_mpi.diagnosis.probe", "cpu", "bor"],
-        ["prunex_mpi.diagnosis.probe", "cpu"],
-    ]
-
-
 @pytest.mark.parametrize("library", ["Open MPI v5.0.11", "MPICH 5.0.2"])
-def test_probe_between_hosts_is_one_job_on_two_of_them(
-    library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probe_between_hosts_is_one_job_on_two_of_them(library, monkeypatch):
     """Inside an allocation, beside the step of this job."""
     started: list[tuple[list[str], dict[str, str]]] = []
 
@@ -244,7 +212,7 @@ def test_probe_between_hosts_is_one_job_on_two_of_them(
     assert not {"SLURM_PROCID", "SLURM_STEP_ID"} & set(env)
 
 
-def test_probe_is_not_started_as_a_rank_of_this_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_is_not_started_as_a_rank_of_this_job(monkeypatch):
     seen: dict[str, str] = {}
 
     def run(_command: list[str], env: dict[str, str], **_: object) -> None:
@@ -260,7 +228,7 @@ def test_probe_is_not_started_as_a_rank_of_this_job(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.mpi
-def test_tensors_on_the_cpu_are_handed_over_as_they_are() -> None:
+def test_tensors_on_the_cpu_are_handed_over_as_they_are():
     topology = build_topology(WORLD)
     for requested in ("auto", "host"):
         kind, _ = devices.resolve_mpi_buffers(topology, requested, torch.device("cpu"))
@@ -273,9 +241,7 @@ def test_tensors_on_the_cpu_are_handed_over_as_they_are() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("claim", [None, False, True])
 @pytest.mark.parametrize("probed", ["", "the probe ended with code 139: no output"])
-def test_cuda_buffers_are_used_only_if_rank_zero_saw_them_work(
-    claim: bool | None, probed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_buffers_are_used_only_if_rank_zero_saw_them_work(claim, probed, monkeypatch):
     probes: list[str] = []
 
     def probe(device: str) -> str:
@@ -319,9 +285,7 @@ def test_cuda_buffers_are_used_only_if_rank_zero_saw_them_work(
         ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": ""}, False),
     ],
 )
-def test_slurm_tasks_that_do_not_find_each_other_are_noticed(
-    variables: dict[str, str], lone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_tasks_that_do_not_find_each_other_are_noticed(variables, lone, monkeypatch):
     for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -333,7 +297,7 @@ def test_slurm_tasks_that_do_not_find_each_other_are_noticed(
         assert "--mpi=" in message
 
 
-def test_a_job_of_several_ranks_is_no_singleton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_several_ranks_is_no_singleton(monkeypatch):
     class Two:
         size = 2
 

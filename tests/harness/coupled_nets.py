@@ -1,6 +1,6 @@
 """Small classifiers whose channels meet in LayerNorm, grouped convolutions, attention and cuts."""
 
-from collections.abc import Callable
+from functools import partial
 
 import timm
 import torch
@@ -88,18 +88,6 @@ class Encoder(nn.Module):
         if self.batch_first:
             return self.head(self.encoder(x).mean(1))
         return self.head(self.encoder(x.transpose(0, 1)).mean(0))
-
-
-def encoder(num_classes: int, image_size: int) -> nn.Module:
-    return Encoder(num_classes, image_size)
-
-
-def encoder_batch_first(num_classes: int, image_size: int) -> nn.Module:
-    return Encoder(num_classes, image_size, batch_first=True)
-
-
-def encoder_norm_first(num_classes: int, image_size: int) -> nn.Module:
-    return Encoder(num_classes, image_size, batch_first=True, norm_first=True)
 
 
 class OwnAttention(nn.Module):
@@ -210,26 +198,6 @@ class OwnTransformer(nn.Module):
         return self.head((x + self.mlp(self.norms[2](x)))[:, 0])
 
 
-def own_attention(num_classes: int, image_size: int) -> nn.Module:
-    return OwnTransformer(OwnAttention, num_classes, image_size)
-
-
-def dropping_attention(num_classes: int, image_size: int) -> nn.Module:
-    return OwnTransformer(DroppingAttention, num_classes, image_size)
-
-
-def apart_attention(num_classes: int, image_size: int) -> nn.Module:
-    return OwnTransformer(ApartAttention, num_classes, image_size)
-
-
-def separate_attention(num_classes: int, image_size: int) -> nn.Module:
-    return OwnTransformer(SeparateAttention, num_classes, image_size)
-
-
-def chunked_attention(num_classes: int, image_size: int) -> nn.Module:
-    return OwnTransformer(ChunkedAttention, num_classes, image_size)
-
-
 class Placed(OwnTransformer):
     """Embeddings of places that are cut apart, registers, and the mean of all other tokens."""
 
@@ -247,10 +215,6 @@ class Placed(OwnTransformer):
         for norm, attention in zip(self.norms, self.attentions, strict=False):
             x = x + attention(norm(x))
         return self.head((x + self.mlp(self.norms[2](x)))[:, 5:].mean(dim=1))
-
-
-def placed(num_classes: int, image_size: int) -> nn.Module:
-    return Placed(num_classes, image_size)
 
 
 class Gated(nn.Module):
@@ -325,10 +289,10 @@ class Normed(nn.Module):
 class Around(nn.Module):
     """A stem of 24 channels, `middle` and a classifier."""
 
-    def __init__(self, middle: nn.Module, num_classes: int) -> None:
+    def __init__(self, middle: type[nn.Module], num_classes: int, image_size: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU())
-        self.middle, self.fc = middle, nn.Linear(24, num_classes)
+        self.middle, self.fc = middle(), nn.Linear(24, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.middle(self.stem(x)).mean(dim=(2, 3)))
@@ -483,58 +447,10 @@ class HalfBiased(nn.Module):
         return x + self.out(found).transpose(1, 2).reshape(n, c, h, w)
 
 
-def gated(num_classes: int, image_size: int) -> nn.Module:
-    return Around(Gated(), num_classes)
-
-
-def parts(num_classes: int, image_size: int) -> nn.Module:
-    return Around(Parts(), num_classes)
-
-
-def chosen(num_classes: int, image_size: int) -> nn.Module:
-    return Around(Chosen(), num_classes)
-
-
-def shuffled(num_classes: int, image_size: int) -> nn.Module:
-    return Around(Shuffled(), num_classes)
-
-
-def normed(num_classes: int, image_size: int) -> nn.Module:
-    return Around(Normed(), num_classes)
-
-
-def response_norm(num_classes: int, image_size: int) -> nn.Module:
-    return Around(ResponseNorm(), num_classes)
-
-
-def one_group(num_classes: int, image_size: int) -> nn.Module:
-    return Around(OneGroup(), num_classes)
-
-
-def spatial_gate(num_classes: int, image_size: int) -> nn.Module:
-    return Around(SpatialGate(), num_classes)
-
-
-def split_attention(num_classes: int, image_size: int) -> nn.Module:
-    return Around(SplitAttention(), num_classes)
-
-
-def context(num_classes: int, image_size: int) -> nn.Module:
-    return Around(Context(), num_classes)
-
-
-def scaled(num_classes: int, image_size: int) -> nn.Module:
-    return Around(Scaled(), num_classes)
-
-
-def half_biased(num_classes: int, image_size: int) -> nn.Module:
-    return Around(HalfBiased(), num_classes)
-
-
 class Keywords(nn.Module):
     """Operands by keyword, and numpy's word for a dimension."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, image_size: int) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
         self.third, self.last = nn.Conv2d(16, 8, 1), nn.Linear(24, num_classes)
@@ -547,42 +463,43 @@ class Keywords(nn.Module):
         return self.last(torch.mean(input=x, dim=(2, 3)))
 
 
-def keywords(num_classes: int, image_size: int) -> nn.Module:
-    return Keywords(num_classes)
-
+# The functions that make them, by the names that --model takes.
+encoder, placed, keywords = Encoder, Placed, Keywords
+encoder_batch_first = partial(Encoder, batch_first=True)
+encoder_norm_first = partial(Encoder, batch_first=True, norm_first=True)
+own_attention = partial(OwnTransformer, OwnAttention)
+dropping_attention = partial(OwnTransformer, DroppingAttention)
+apart_attention = partial(OwnTransformer, ApartAttention)
+separate_attention = partial(OwnTransformer, SeparateAttention)
+chunked_attention = partial(OwnTransformer, ChunkedAttention)
+gated = partial(Around, Gated)
+parts = partial(Around, Parts)
+chosen = partial(Around, Chosen)
+shuffled = partial(Around, Shuffled)
+normed = partial(Around, Normed)
+response_norm = partial(Around, ResponseNorm)
+one_group = partial(Around, OneGroup)
+spatial_gate = partial(Around, SpatialGate)
+split_attention = partial(Around, SplitAttention)
+context = partial(Around, Context)
+scaled = partial(Around, Scaled)
+half_biased = partial(Around, HalfBiased)
 
 # With the share of all elements that half of the groups leave: small layers are hard to halve.
-NETWORKS: dict[Callable[[int, int], nn.Module], float] = {
-    resnext: 0.27,
-    regnet_y: 0.32,
-    convnext_t: 0.36,
-    swin: 0.33,
-    swin_v2: 0.33,
-    vit: 0.35,
-    timm_vit: 0.35,
-    timm_vit_normed: 0.35,
-    timm_swin: 0.33,
-    timm_convnext: 0.36,
-    encoder: 0.35,
-    encoder_batch_first: 0.35,
-    encoder_norm_first: 0.35,
-    own_attention: 0.35,
-    dropping_attention: 0.35,
-    apart_attention: 0.35,
-    separate_attention: 0.35,
-    chunked_attention: 0.35,
-    placed: 0.37,
-    gated: 0.35,
-    normed: 0.35,
-    parts: 0.31,
-    shuffled: 0.31,
-    chosen: 0.35,
-    keywords: 0.45,
-    response_norm: 0.35,
-    one_group: 0.31,
-    spatial_gate: 0.42,
-    split_attention: 0.37,
-    context: 0.35,
-    scaled: 0.35,
-    half_biased: 0.4,
+SHARES = {
+    0.27: "resnext",
+    0.31: "parts shuffled one_group",
+    0.32: "regnet_y",
+    0.33: "swin swin_v2 timm_swin",
+    0.35: (
+        "vit timm_vit timm_vit_normed encoder encoder_batch_first encoder_norm_first "
+        "own_attention dropping_attention apart_attention separate_attention "
+        "chunked_attention gated normed chosen response_norm context scaled"
+    ),
+    0.36: "convnext_t timm_convnext",
+    0.37: "placed split_attention",
+    0.4: "half_biased",
+    0.42: "spatial_gate",
+    0.45: "keywords",
 }
+NETWORKS = {name: share for share, names in SHARES.items() for name in names.split()}

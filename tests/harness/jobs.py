@@ -15,7 +15,6 @@ from nodes import WORLD
 from torch import nn
 
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.job import run
@@ -36,24 +35,6 @@ class NoisyNet(nn.Module):
 
 
 @contextmanager
-def run_directory() -> Iterator[RunDirectory | None]:
-    """Make a run directory that all ranks see; rank 0 receives it, the others None."""
-    folder = broadcast_text(WORLD, tempfile.mkdtemp() if WORLD.rank == 0 else "")
-    files = RunDirectory(Path(folder), "config") if WORLD.rank == 0 else None
-    yield files
-    WORLD.Barrier()
-    if files is not None:
-        files.close()
-        shutil.rmtree(folder)
-
-
-def metrics_of(path: Path) -> list[list[float]]:
-    """Return what of a run's metrics two runs have in common."""
-    keys = ("iteration", "train_loss", "test_loss", "test_accuracy")
-    return [[json.loads(line)[key] for key in keys] for line in path.read_text().splitlines()]
-
-
-@contextmanager
 def run_folder() -> Iterator[Path]:
     """Have a folder that all ranks see."""
     folder = Path(WORLD.bcast(tempfile.mkdtemp() if WORLD.rank == 0 else ""))
@@ -61,6 +42,23 @@ def run_folder() -> Iterator[Path]:
     WORLD.Barrier()
     if WORLD.rank == 0:
         shutil.rmtree(folder)
+
+
+@contextmanager
+def run_directory() -> Iterator[RunDirectory | None]:
+    """Make a run directory that all ranks see; rank 0 receives it, the others None."""
+    with run_folder() as folder:
+        files = RunDirectory(folder, "config") if WORLD.rank == 0 else None
+        yield files
+        WORLD.Barrier()
+        if files is not None:
+            files.close()
+
+
+def metrics_of(path: Path) -> list[list[float]]:
+    """Return what of a run's metrics two runs have in common."""
+    keys = ("iteration", "train_loss", "test_loss", "test_accuracy")
+    return [[json.loads(line)[key] for key in keys] for line in path.read_text().splitlines()]
 
 
 def run_job_here(settings: Settings) -> int:

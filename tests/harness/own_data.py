@@ -1,7 +1,7 @@
 """Data sets as people make them, for tests of `--dataset package.module:factory`."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,27 @@ def _few(**attributes: Any) -> Own:
     return Own(images, [0, 1, 2, 0, 1, 2], **attributes)
 
 
+def _always(data: Any) -> Callable[[str, bool], Any]:
+    """Return a function that makes the same of both halves."""
+    return lambda data_dir, train: data
+
+
+nothing = _always(None)
+no_items = _always({1, 2, 3})
+no_pairs = _always([{"image": 1, "label": 2}] * 6)
+three_values = _always([(1, 2, 3)] * 6)
+labels_of_text = _always([(image, "cat") for image in _few().images])
+labels_of_floats = _always([(image, torch.tensor(1.0)) for image in _few().images])
+labels_of_vectors = _always([(image, torch.tensor([1])) for image in _few().images])
+negative = _always(_few(targets=[0, 1, 2, 0, -1, 2]))
+negative_items = _always([(image, -1) for image in _few().images])
+few_classes = _always(_few(classes=["ant", "bee"]))
+floats = _always([(torch.zeros(3, 8, 8), 1)] * 6)
+colours_last = _always([(np.zeros((8, 8, 3), dtype=np.uint8), 1)] * 6)
+no_image = _always([("path.png", 1)] * 6)
+false_targets = _always(_few(targets=[0, 1, 2, 0, 2, 2]))
+
+
 def _on_rank_1() -> bool:
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
     return next((os.environ[n] for n in names if n in os.environ), "0") == "1"
@@ -108,10 +129,6 @@ def without_parameters() -> Own:
     return _few()
 
 
-def nothing(data_dir: str, train: bool) -> None:
-    return None
-
-
 def iterable(data_dir: str, train: bool) -> IterableDataset:
     class Stream(IterableDataset):
         def __iter__(self) -> Iterator[Any]:
@@ -123,40 +140,8 @@ def iterable(data_dir: str, train: bool) -> IterableDataset:
     return Stream()
 
 
-def no_items(data_dir: str, train: bool) -> set:
-    return {1, 2, 3}
-
-
 def empty(data_dir: str, train: bool) -> list:
     return [] if not train else _few()
-
-
-def no_pairs(data_dir: str, train: bool) -> list:
-    return [{"image": 1, "label": 2}] * 6
-
-
-def three_values(data_dir: str, train: bool) -> list:
-    return [(1, 2, 3)] * 6
-
-
-def labels_of_text(data_dir: str, train: bool) -> list:
-    return [(image, "cat") for image in _few().images]
-
-
-def labels_of_floats(data_dir: str, train: bool) -> list:
-    return [(image, torch.tensor(1.0)) for image in _few().images]
-
-
-def labels_of_vectors(data_dir: str, train: bool) -> list:
-    return [(image, torch.tensor([1])) for image in _few().images]
-
-
-def negative(data_dir: str, train: bool) -> Own:
-    return _few(targets=[0, 1, 2, 0, -1, 2])
-
-
-def negative_items(data_dir: str, train: bool) -> list:
-    return [(image, -1) for image in _few().images]
 
 
 def more_in_test(data_dir: str, train: bool) -> Own:
@@ -167,30 +152,10 @@ def other_classes(data_dir: str, train: bool) -> Own:
     return _few(classes=["ant", "bee", "cat"] if train else ["ant", "cat", "dog"])
 
 
-def few_classes(data_dir: str, train: bool) -> Own:
-    return _few(classes=["ant", "bee"])
-
-
-def floats(data_dir: str, train: bool) -> list:
-    return [(torch.zeros(3, 8, 8), 1)] * 6
-
-
-def colours_last(data_dir: str, train: bool) -> list:
-    return [(np.zeros((8, 8, 3), dtype=np.uint8), 1)] * 6
-
-
-def no_image(data_dir: str, train: bool) -> list:
-    return [("path.png", 1)] * 6
-
-
 def sizes(data_dir: str, train: bool) -> Own:
     data = _few()
     data.images[4] = np.zeros((3, 8, 9), dtype=np.uint8)
     return data
-
-
-def false_targets(data_dir: str, train: bool) -> Own:
-    return _few(targets=[0, 1, 2, 0, 2, 2])
 
 
 def broken_classes(data_dir: str, train: bool) -> Own:

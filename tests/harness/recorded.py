@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from prunex_mpi.base.record_keys import RANK_PHASES
+from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.tools.report.stragglers import INSIDE
 
@@ -59,8 +59,7 @@ def rank_lines(
             exchange[phase] = ((clock - arrived) / 1e3).tolist()
         apart = np.exp(-k / iterations * 4)
         residuals = {
-            name: (apart * rng.lognormal(0, 0.1, len(node))).tolist()
-            for name in ("intra_primal", "intra_dual", "inter_primal", "inter_dual")
+            name: (apart * rng.lognormal(0, 0.1, len(node))).tolist() for name in RESIDUALS
         }
         line = {"iteration": k, "node": node.tolist(), "work": busy, "exchange": exchange}
         line["broadcast"] = [BROADCAST * seconds for seconds in exchange["inter"]]
@@ -90,9 +89,7 @@ def metrics_lines(iterations: int, freeze: int, rng: np.random.Generator) -> Ite
             },
             "density": density,
             "frozen": k >= freeze,
-            "residuals": dict.fromkeys(
-                ("intra_primal", "intra_dual", "inter_primal", "inter_dual"), residual
-            ),
+            "residuals": dict.fromkeys(RESIDUALS, residual),
             "rho1": 1.5e-4,
             "rho2": 1.5e-5,
             "lr": 0.2 * (1 - done) + 1e-3,

@@ -22,18 +22,9 @@ from prunex_mpi.run.supervision import goes_behind_steps
 CPU = torch.device("cpu")
 # Buckets of 1 KiB: every message is cut.
 TRANSPORT = build_transport(CPU, 2**-10, "host")
-COMMON = {
-    "model": "odd_models:small",
-    "dataset": "synthetic",
-    "train_samples": 64,
-    "test_samples": 16,
-    "image_size": 8,
-    "batch_size": 4,
-    "outer_iterations": 3,
-    "local_steps": 2,
-    "lr": 0.01,
-    "lr_schedule": "constant",
-}
+COMMON = {"model": "odd_models:small", "dataset": "synthetic", "train_samples": 64}
+COMMON |= {"test_samples": 16, "image_size": 8, "batch_size": 4, "outer_iterations": 3}
+COMMON |= {"local_steps": 2, "lr": 0.01, "lr_schedule": "constant"}
 PRUNING = {"warmup_iterations": 0, "keep_ramp_iterations": 0, "freeze_iteration": 3}
 BEHIND = {"overlap_steps": 1, "residuals": "off", "evaluate_every": 3}
 SCENARIOS = {
@@ -54,6 +45,8 @@ SCENARIOS = {
     },
     "prunetrain": {"method": "prunetrain", "prunetrain_reconfigure_every": 1},
 }
+# One of each driver.
+DRIVERS = ("recipe", "flat consensus", "local sgd", "dense", "prunetrain")
 
 
 @contextmanager

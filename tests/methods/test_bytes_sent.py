@@ -32,7 +32,7 @@ AT_MOST = ("dgc", "adacgd")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_counted_is_what_is_sent(method: str) -> None:
+def test_what_is_counted_is_what_is_sent(method):
     settings = make(method=method, **COMMON, **METHODS[method])
     context = make_context(settings, new_net(torch.float32), RandomStream(0, torch.float32))
     context.problem.train.steps_per_epoch = 2

@@ -25,7 +25,7 @@ def run(topology, **changes):
 
 
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
-def test_sending_everything_is_sgd_with_momentum(aggregation, ranks_per_node) -> None:
+def test_sending_everything_is_sgd_with_momentum(aggregation, ranks_per_node):
     """Nothing is compressed then, as in the authors' code; the decay's momentum is apart."""
     with nodes_of(ranks_per_node) as topology:
         changes = {"aggregation": aggregation, "weight_decay": 0.1}
@@ -37,7 +37,7 @@ def test_sending_everything_is_sgd_with_momentum(aggregation, ranks_per_node) ->
     assert_alike_on_all_ranks(found.theta)
 
 
-def test_the_warm_up_sends_more_and_then_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_sends_more_and_then_the_share(monkeypatch):
     """Two epochs of two steps: 0.001 to the power of 1/5, 2/5, 3/5 and 4/5."""
     monkeypatch.setattr(dgc, "SAMPLE", 1.0)
     with nodes_of(1) as topology:
@@ -57,9 +57,7 @@ def test_the_warm_up_sends_more_and_then_the_share(monkeypatch: pytest.MonkeyPat
     ("outer_iterations", "steps", "wanted"),
     [(800, 25, 400), (1600, 25, 400), (64, 25, 40), (4, 25, 2), (4, 4, 0)],
 )
-def test_the_warm_up_is_four_epochs_but_a_small_part_of_the_run(
-    outer_iterations: int, steps: int, wanted: int
-) -> None:
+def test_the_warm_up_is_four_epochs_but_a_small_part_of_the_run(outer_iterations, steps, wanted):
     """An epoch has 100 steps; 5 of 200 epochs are the authors'."""
     settings = make(method="dgc", outer_iterations=outer_iterations, dgc_ratio=0.001)
     train = SimpleNamespace(steps_per_epoch=100)

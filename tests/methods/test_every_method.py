@@ -25,7 +25,7 @@ def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS])
-def test_what_is_remembered_says_whose_it_is(method: str) -> None:
+def test_what_is_remembered_says_whose_it_is(method):
     """A name of no kind would pass for what all ranks share: the first rank's alone is kept."""
     for name, tensor in remembered(method).items():
         assert name.startswith((OWN, EACH, SHARED)), f"{name}: begin with {OWN}, {EACH} or {SHARED}"
@@ -39,7 +39,7 @@ KEEPING = [m for m in PER_STEP if any(name.startswith((OWN, EACH)) for name in r
 
 
 @pytest.mark.parametrize("method", KEEPING)
-def test_what_workers_keep_of_gradients_is_not_for_float16(method: str) -> None:
+def test_what_workers_keep_of_gradients_is_not_for_float16(method):
     """A step whose gradient overflows is left out, but not what it has left in a memory."""
     with pytest.raises(UserError, match="amp fp16"):
         make(method=method, amp="fp16")
@@ -47,7 +47,7 @@ def test_what_workers_keep_of_gradients_is_not_for_float16(method: str) -> None:
 
 @pytest.mark.skipif(WORLD.size > 1, reason="one rank compresses as several do")
 @pytest.mark.parametrize("method", [m.name for m in METHODS])
-def test_parameters_without_elements_do_no_harm(method: str) -> None:
+def test_parameters_without_elements_do_no_harm(method):
     changes = {"prunetrain_reconfigure_every": 1} if method == "prunetrain" else {}
     changes |= {"model": "odd_models:with_empty_parameters", "outer_iterations": 2}
     with nodes_of(1) as topology, small_run(topology, "dense", method=method, **changes) as context:
@@ -61,7 +61,7 @@ def test_parameters_without_elements_do_no_harm(method: str) -> None:
 
 
 @pytest.mark.skipif(WORLD.size > 1, reason="samples of all ranks are those of one")
-def test_grasp_takes_several_outputs_as_training_does() -> None:
+def test_grasp_takes_several_outputs_as_training_does():
     both = {"model": "odd_models:more_while_training", "loss": "odd_models:loss_of_both"}
     grasp = {"pactrain_score": "grasp", "pactrain_prune_iteration": 1, "train_samples": 400}
     with nodes_of(1) as topology, small_run(topology, "pactrain", **both, **grasp) as context:
@@ -81,7 +81,7 @@ class Bright(RandomStream):
 @pytest.mark.skipif(WORLD.size > 1, reason="second moments are averaged over several ranks")
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("method", ["dense", "local-sgd", "diloco", "prunex", "prunex-flat"])
-def test_a_rank_that_is_alone_loses_no_variance(method: str, overlap: int) -> None:
+def test_a_rank_that_is_alone_loses_no_variance(method, overlap):
     if overlap and method not in ("local-sgd", "prunex"):
         pytest.skip("it doesn't go on while it exchanges")
     changes = {**COMMON, "outer_iterations": 3, "overlap_steps": overlap, "lr": 1e-3}

@@ -15,29 +15,12 @@ from prunex_mpi.config.resolve import make
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 STEPS = 2
-RECIPE = {
-    "method": "prunex-flat",
-    "outer_iterations": 5,
-    "warmup_iterations": 1,
-    "keep_ramp_iterations": 2,
-    "freeze_iteration": 4,
-    "lr": 0.05,
-    "lr_schedule": "constant",
-    "warmup_ratio": 0.0,
-    "bn": "average",
-    "rho1": 0.02,
-}
-PAPER = {
-    **RECIPE,
-    "warmup_iterations": 0,
-    "keep_ramp_iterations": 0,
-    "theta_start": "theta",
-    "after_freeze": "admm",
-    "weight_decay_in": "z",
-    "weight_decay": 0.01,
-    "weight_decay_on": "weights",
-    "penalty": "balance",
-}
+RECIPE = {"method": "prunex-flat", "outer_iterations": 5, "warmup_iterations": 1}
+RECIPE |= {"keep_ramp_iterations": 2, "freeze_iteration": 4, "lr": 0.05}
+RECIPE |= {"lr_schedule": "constant", "warmup_ratio": 0.0, "bn": "average", "rho1": 0.02}
+PAPER = {**RECIPE, "warmup_iterations": 0, "keep_ramp_iterations": 0, "theta_start": "theta"}
+PAPER |= {"after_freeze": "admm", "weight_decay_in": "z", "weight_decay": 0.01}
+PAPER |= {"weight_decay_on": "weights", "penalty": "balance"}
 SCENARIOS = {
     "recipe": RECIPE,
     "paper": PAPER,

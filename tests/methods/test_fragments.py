@@ -25,19 +25,12 @@ SCENARIOS = {
     "local-sgd int2 behind": {"method": "local-sgd", "payload": "int2", "overlap_steps": 1},
     "diloco": {"method": "diloco"},
     "diloco behind": {"method": "diloco", "overlap_steps": 2},
-    "diloco int4 behind alpha": {
-        "method": "diloco",
-        "payload": "int4",
-        "overlap_steps": 2,
-        "diloco_alpha": 0.5,
-    },
-    "diloco behind alpha outer": {
-        "method": "diloco",
-        "node_sync": "outer",
-        "overlap_steps": 1,
-        "diloco_alpha": 0.3,
-        "inner_momentum": "keep",
-    },
+    "diloco int4 behind alpha": dict(
+        method="diloco", payload="int4", overlap_steps=2, diloco_alpha=0.5
+    ),
+    "diloco behind alpha outer": dict(
+        method="diloco", node_sync="outer", overlap_steps=1, diloco_alpha=0.3, inner_momentum="keep"
+    ),
 }
 
 

@@ -31,7 +31,7 @@ def run(topology, **changes):
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
-def test_nodes_and_their_mean_equal_the_oracle(ranks_per_node: int) -> None:
+def test_nodes_and_their_mean_equal_the_oracle(ranks_per_node):
     wanted = {**vars(make(**CHANGES)), "steps": STEPS}
     history = simulated(simulate_gossip, new_net(), wanted, ranks_per_node)
     size = 8 * sum(p.numel() for p in new_net().parameters())
@@ -63,7 +63,7 @@ def test_nodes_and_their_mean_equal_the_oracle(ranks_per_node: int) -> None:
             assert counted["evaluate"] == size
 
 
-def test_two_nodes_of_one_size_are_dense() -> None:
+def test_two_nodes_of_one_size_are_dense():
     if WORLD.size % 2:
         pytest.skip("an odd number of ranks makes no two nodes of one size")
     with nodes_of(WORLD.size // 2) as topology:
@@ -74,7 +74,7 @@ def test_two_nodes_of_one_size_are_dense() -> None:
 
 
 @pytest.mark.parametrize("nodes", range(2, 10))
-def test_all_nodes_hear_of_each_other_in_a_period(nodes: int) -> None:
+def test_all_nodes_hear_of_each_other_in_a_period(nodes):
     circles, period = make_circles(3, nodes), int(np.ceil(np.log2(nodes)))
     assert len(circles) == nodes and all(sorted(c) == list(range(nodes)) for c in circles)
     for start in range(0, 2 * nodes * period, period):

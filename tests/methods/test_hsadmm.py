@@ -18,7 +18,7 @@ from driving import (
     wires_of,
 )
 from nets import CoupledNet, Net, RandomStream
-from nodes import nodes_of
+from nodes import WORLD, nodes_of
 from reference import simulate
 from torch import nn
 
@@ -26,7 +26,6 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.agreement import DIGEST_BYTES
 from prunex_mpi.comm.async_exchange import exchanging_behind
-from prunex_mpi.comm.topology import build_topology, free_topology
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.core.state import REST, momentum_of
 from prunex_mpi.methods.hsadmm import intra_node_consensus, outer_iterations
@@ -34,53 +33,31 @@ from prunex_mpi.pruning.compaction import unpack_
 from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.settings.fields import PAYLOADS
 
-CPU = torch.device("cpu")
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}
 STEPS = 2
 
-RECIPE = {
-    "outer_iterations": 6,
-    "warmup_iterations": 1,
-    "keep_ramp_iterations": 2,
-    "freeze_iteration": 4,
-    "lr": 0.05,
-    "lr_schedule": "constant",
-    "warmup_ratio": 0.0,
-    "bn": "average",
-    "rho1": 0.02,
-    "rho2": 0.005,
-}
-PAPER = {
-    **RECIPE,
-    "warmup_iterations": 0,
-    "keep_ramp_iterations": 0,
-    "theta_start": "theta",
-    "node_sync": "outer",
-    "mask_agreement": "or",
-    "after_freeze": "admm",
-    "weight_decay_in": "z",
-    "weight_decay": 1e-3,
-    "weight_decay_on": "weights",
-    "penalty": "balance",
-}
+RECIPE = {"outer_iterations": 6, "warmup_iterations": 1, "keep_ramp_iterations": 2}
+RECIPE |= {"freeze_iteration": 4, "lr": 0.05, "lr_schedule": "constant", "warmup_ratio": 0.0}
+RECIPE |= {"bn": "average", "rho1": 0.02, "rho2": 0.005}
+PAPER = {**RECIPE, "warmup_iterations": 0, "keep_ramp_iterations": 0, "theta_start": "theta"}
+PAPER |= {"node_sync": "outer", "mask_agreement": "or", "after_freeze": "admm"}
+PAPER |= {"weight_decay_in": "z", "weight_decay": 1e-3, "weight_decay_on": "weights"}
+PAPER |= {"penalty": "balance"}
 SCENARIOS = {
     "recipe": RECIPE,
-    "recipe-admm-filter-channel": {
-        **RECIPE,
-        "after_freeze": "admm",
-        "groups": ("filter", "channel"),
-        "penalty": "ramp",
-        "weight_decay": 0.05,
-        "weight_decay_on": "weights",
-    },
+    "recipe-admm-filter-channel": dict(
+        RECIPE,
+        after_freeze="admm",
+        groups=("filter", "channel"),
+        penalty="ramp",
+        weight_decay=0.05,
+        weight_decay_on="weights",
+    ),
     "recipe-shape-outer": {**RECIPE, "groups": ("shape",), "node_sync": "outer"},
     "paper": PAPER,
-    "paper-unfrozen-composed": {
-        **PAPER,
-        "weight_decay_on": "all",
-        "freeze_iteration": 0,
-        "groups": ("channel", "filter"),
-    },
+    "paper-unfrozen-composed": dict(
+        PAPER, weight_decay_on="all", freeze_iteration=0, groups=("channel", "filter")
+    ),
 }
 
 SCENARIOS |= {
@@ -102,22 +79,14 @@ UNION = {**PAPER, "penalty": "fixed", "residuals": "off", "eps_abs": 0.0, "eps_r
 SCENARIOS |= {
     "recipe-behind": {**RECIPE, **BEHIND},
     "recipe-admm-int4-behind": {**COUPLED, **BEHIND, "after_freeze": "admm", "payload": "int4"},
-    "recipe-int4-all-behind": {
-        **COUPLED,
-        **BEHIND,
-        "payload": "int4",
-        "overlap_steps": STEPS,
-    },
+    "recipe-int4-all-behind": {**COUPLED, **BEHIND, "payload": "int4", "overlap_steps": STEPS},
     "union-int8": {**UNION, "payload": "int8"},
     "union-int4-behind": {**UNION, **BEHIND, "groups": ("coupled",), "payload": "int4"},
     "ramp-behind": {**UNION, **BEHIND, "penalty": "ramp"},
     # The mask changes in the iteration in which it freezes.
-    "recipe-int8-pruned-at-once": {
-        **COUPLED,
-        "warmup_iterations": 3,
-        "keep_ramp_iterations": 0,
-        "payload": "int8",
-    },
+    "recipe-int8-pruned-at-once": dict(
+        COUPLED, warmup_iterations=3, keep_ramp_iterations=0, payload="int8"
+    ),
 }
 SCENARIOS["recipe-int8sum-behind"] = {**COUPLED, **BEHIND, "payload": "int8sum"}
 # What z drops shrinks in theta; with groups that come back, and duals that go on after the freeze.
@@ -141,30 +110,13 @@ CASES = [(name, torch.float64) for name in SCENARIOS]
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
 # What differs from another scenario in little.
 RARELY = (
-    "fp16",
-    "bf16",
-    "int8",
-    "int2",
-    "all-behind",
-    "ramp-behind",
-    "pruned-at-once",
-    "coupled",
-    "admm-adamw",
-    "shrunk-int4-behind",
+    *("fp16", "bf16", "int8", "int2", "all-behind", "ramp-behind", "pruned-at-once", "coupled"),
+    *("admm-adamw", "shrunk-int4-behind"),
 )
 # What asks nothing of an MPI that others do not.
 ARITHMETIC = (
-    "composed",
-    "gates-outer",
-    "admm-int4-behind",
-    "int8sum-behind",
-    "filter-channel",
-    "shape-outer",
-    "adamw",
-    "gates",
-    "shrunk-admm",
-    "apart-shrunk",
-    "apart-admm-outer",
+    *("composed", "gates-outer", "admm-int4-behind", "int8sum-behind", "filter-channel"),
+    *("shape-outer", "adamw", "gates", "shrunk-admm", "apart-shrunk", "apart-admm-outer"),
 )
 
 
@@ -184,25 +136,25 @@ SHAPED = [
 EXACT, ROUNDINGS = 1e-11, 8
 
 
-def run_driver(world, ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
+def run_driver(ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
     """Yield (record, state, topology) after each outer iteration of the real driver."""
-    topology = build_topology(world, ranks_per_node)
-    with exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind:
+    with (
+        nodes_of(ranks_per_node) as topology,
+        exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind,
+    ):
         context = replace(make_context(settings, model, stream, steps, loss), behind=behind)
         for record in outer_iterations(topology, context):
             yield record, context.state, topology
-    free_topology(topology)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("ranks_per_node", "scenario", "dtype"), SHAPED)
 def test_program_equals_oracle(ranks_per_node, scenario, dtype):
-    world = MPI.COMM_WORLD
     # One node alone is that of two ranks.
-    if ranks_per_node > world.size:
+    if ranks_per_node > WORLD.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
     settings = make(**SCENARIOS[scenario])
-    sizes = node_sizes_of(world.size, ranks_per_node)
+    sizes = node_sizes_of(WORLD.size, ranks_per_node)
     torch.manual_seed(7)
     coupled = settings.groups == ("coupled",)
     model = (CoupledNet() if coupled else Net()).to(dtype)
@@ -214,16 +166,16 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
     def oracle(dtype, rank):
         # It is all ranks in one process: one of them runs it, the others have it from there.
         history = None
-        if world.rank == rank:
-            streams = [RandomStream(r, dtype) for r in range(world.size)]
+        if WORLD.rank == rank:
+            streams = [RandomStream(r, dtype) for r in range(WORLD.size)]
             start = copy.deepcopy(model).to(dtype)
             history = simulate(start, streams, sizes, F.cross_entropy, SimpleNamespace(**wanted))
-        return world.bcast(history, root=rank)
+        return WORLD.bcast(history, root=rank)
 
     exactly = oracle(torch.float64, 0)
-    history = exactly if dtype == torch.float64 else oracle(dtype, world.size - 1)
-    stream = RandomStream(world.rank, dtype)
-    runs = run_driver(world, ranks_per_node, model, stream, settings)
+    history = exactly if dtype == torch.float64 else oracle(dtype, WORLD.size - 1)
+    stream = RandomStream(WORLD.rank, dtype)
+    runs = run_driver(ranks_per_node, model, stream, settings)
     count = 0
     for (record, state, topology), expected, exact in zip(runs, history, exactly, strict=True):
         count += 1
@@ -234,7 +186,7 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
             tolerance = ROUNDINGS * max(*costs, torch.finfo(dtype).eps)
         # In fewer bits the duals do not cancel there: what was left over goes with the group.
         assert settings.payload != "fp32" or expected.outside < tolerance
-        i, r = topology.node_index, world.rank
+        i, r = topology.node_index, WORLD.rank
         for name, mask in element_masks(state).items():
             assert torch.equal(mask, expected.mask[name]), (count, name)
         assert difference(by_name(state.z, state), expected.z) < tolerance, count
@@ -269,17 +221,16 @@ def test_program_equals_oracle(ranks_per_node, scenario, dtype):
 @pytest.mark.parametrize("scenario", ["recipe-admm-filter-channel", "paper-unfrozen-composed"])
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
 def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
-    world = MPI.COMM_WORLD
-    if ranks_per_node > world.size:
+    if ranks_per_node > WORLD.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
     settings = make(**SCENARIOS[scenario])
     torch.manual_seed(3)
     model = Net().double()
-    stream = RandomStream(world.rank, torch.float64)
-    for _, state, _ in run_driver(world, ranks_per_node, model, stream, settings):
+    stream = RandomStream(WORLD.rank, torch.float64)
+    for _, state, _ in run_driver(ranks_per_node, model, stream, settings):
         # sum_i P_i v_i = 0 in every coordinate.
         total = state.v.cpu().numpy().copy()
-        world.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
+        WORLD.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
         assert np.abs(total).max() < 1e-12
         # Zero-fill is exact (the oracle checks that the mean it replaces vanishes).
         for name, mask in element_masks(state).items():
@@ -287,24 +238,23 @@ def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
         # Masks and z are the same bits on all ranks.
         for array in (state.mask.astype(np.uint8), state.z.cpu().numpy()):
             reference = array.copy()
-            world.Bcast(reference, root=0)
+            WORLD.Bcast(reference, root=0)
             assert np.array_equal(reference, array)
 
 
 @pytest.mark.mpi
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("node_sync", ["step", "outer"])
-def test_between_exchanges_nothing_leaves_a_node(node_sync: str) -> None:
+def test_between_exchanges_nothing_leaves_a_node(node_sync):
     """Exchanges in iterations 2, 4, 5, which freezes, and 6."""
-    world = MPI.COMM_WORLD
     settings = make(**{**RECIPE, **APART, "node_sync": node_sync})
-    stream = RandomStream(world.rank, torch.float64)
-    runs = run_driver(world, 1, Net().double(), stream, settings)
+    stream = RandomStream(WORLD.rank, torch.float64)
+    runs = run_driver(1, Net().double(), stream, settings)
     before = None
     for (record, state, _), exchanges in zip(runs, (0, 1, 0, 1, 1, 1), strict=True):
         counted = record["bytes"]
         assert (counted["payload"] > 0) == bool(exchanges)
-        assert (counted["sent"] > 0) == (bool(exchanges) and world.size > 1)
+        assert (counted["sent"] > 0) == (bool(exchanges) and WORLD.size > 1)
         assert counted["mask"] == 0 or exchanges
         if not exchanges and before is not None:
             z, v, u, mask = before
@@ -332,28 +282,27 @@ def rarely(payloads):
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
 def test_duals_in_fewer_bits_add_up_to_what_was_left_over(ranks_per_node, payload, groups):
     """sum_i P_i v_i = N (E_k - E_{k-1}) on the mask, E the sum of what rounding left over."""
-    world = MPI.COMM_WORLD
-    if ranks_per_node > world.size:
+    if ranks_per_node > WORLD.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
     changes = {"after_freeze": "admm", "groups": groups, "payload": payload}
     settings = make(**{**RECIPE, **changes})
     torch.manual_seed(3)
     model = CoupledNet().double() if groups == ("coupled",) else Net().double()
-    stream = RandomStream(world.rank, torch.float64)
+    stream = RandomStream(WORLD.rank, torch.float64)
     before, left_over = None, False
-    for _, state, _ in run_driver(world, ranks_per_node, model, stream, settings):
+    for _, state, _ in run_driver(ranks_per_node, model, stream, settings):
         rest = torch.zeros_like(state.theta)
         unpack_(state.memory[REST], state.plan, rest)
         kept = (~kept_nowhere(state)).numpy()
         sums = np.stack([rest.numpy(), state.v.numpy()])
-        world.Allreduce(MPI.IN_PLACE, sums, op=MPI.SUM)
+        WORLD.Allreduce(MPI.IN_PLACE, sums, op=MPI.SUM)
         now, duals = sums * kept
         earlier = np.zeros_like(now) if before is None else before * kept
-        assert np.abs(duals - world.size * (now - earlier)).max() < 1e-12
+        assert np.abs(duals - WORLD.size * (now - earlier)).max() < 1e-12
         before = now
         left_over |= bool(now.any())
     # A node alone sends nothing.
-    assert left_over == (ranks_per_node < world.size)
+    assert left_over == (ranks_per_node < WORLD.size)
 
 
 @pytest.mark.mpi
@@ -361,15 +310,14 @@ def test_duals_in_fewer_bits_add_up_to_what_was_left_over(ranks_per_node, payloa
 @pytest.mark.parametrize("payload", rarely(PAYLOADS))
 @pytest.mark.parametrize("ranks_per_node", [1, 3])
 def test_z_is_the_same_bits_on_all_ranks(ranks_per_node, payload, overlap_steps):
-    world = MPI.COMM_WORLD
-    if ranks_per_node > world.size:
+    if ranks_per_node > WORLD.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
     settings = make(**{**COUPLED, **BEHIND, "payload": payload, "overlap_steps": overlap_steps})
     torch.manual_seed(3)
-    stream = RandomStream(world.rank, torch.float32)
-    for _, state, _ in run_driver(world, ranks_per_node, CoupledNet(), stream, settings):
+    stream = RandomStream(WORLD.rank, torch.float32)
+    for _, state, _ in run_driver(ranks_per_node, CoupledNet(), stream, settings):
         reference = state.z.cpu().numpy().copy()
-        world.Bcast(reference, root=0)
+        WORLD.Bcast(reference, root=0)
         assert np.array_equal(reference, state.z.cpu().numpy())
         assert state.position.under_way or not state.z[kept_nowhere(state)].any()
 
@@ -415,6 +363,10 @@ class Linear1x1(nn.Module):
         return self.out(self.conv(x).flatten(1))
 
 
+CONVEX = {"preset": "paper", "penalty": "fixed", "groups": ("filter",), "lr": 0.5}
+CONVEX |= {"momentum": 0.0, "rho1": 0.7, "rho2": 0.7}
+
+
 def half_squares(outputs, targets):
     return 0.5 * ((outputs - targets) ** 2).sum(dim=1).mean()
 
@@ -427,35 +379,21 @@ def half_squares(outputs, targets):
 )
 def test_strongly_convex_optimum(ranks_per_node, keep):
     """The fixed point solves (1/N) sum grad f_ij + lambda z = 0 on the support, for any P_i."""
-    world = MPI.COMM_WORLD
-    if ranks_per_node > world.size:
+    if ranks_per_node > WORLD.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
     decay = 0.1
-    settings = make(
-        preset="paper",
-        outer_iterations=100,
-        lr=0.5,
-        momentum=0.0,
-        weight_decay=decay,
-        rho1=0.7,
-        rho2=0.7,
-        penalty="fixed",
-        groups=("filter",),
-        keep_ratio=(keep,),
-        freeze_iteration=1,
-        eps_abs=0.0,
-        eps_rel=0.0,
-    )
+    changes = {"outer_iterations": 100, "keep_ratio": (keep,), "freeze_iteration": 1}
+    settings = make(**CONVEX, **changes, weight_decay=decay, eps_abs=0.0, eps_rel=0.0)
     torch.manual_seed(0)
     model = Linear1x1().double()
     with torch.no_grad():
         model.conv.weight.zero_()
-    stream = Quadratic(world.rank)
-    runs = run_driver(world, ranks_per_node, model, stream, settings, loss=half_squares, steps=10)
+    stream = Quadratic(WORLD.rank)
+    runs = run_driver(ranks_per_node, model, stream, settings, loss=half_squares, steps=10)
     state = [state for _, state, _ in runs][-1]
-    everyone = [Quadratic(r) for r in range(world.size)]
-    gram = sum(q.x.T @ q.x / 40 for q in everyone) / world.size
-    cross = sum(q.t.T @ q.x / 40 for q in everyone) / world.size
+    everyone = [Quadratic(r) for r in range(WORLD.size)]
+    gram = sum(q.x.T @ q.x / 40 for q in everyone) / WORLD.size
+    cross = sum(q.t.T @ q.x / 40 for q in everyone) / WORLD.size
     optimum = cross @ torch.linalg.inv(gram + decay * torch.eye(6, dtype=torch.float64))
     kept = torch.from_numpy(state.mask)
     assert int(kept.sum()) == round(4 * keep)
@@ -465,25 +403,12 @@ def test_strongly_convex_optimum(ranks_per_node, keep):
 
 def converge(**changes):
     """Run the quadratic problem on nodes of one rank until it stops; return records and state."""
-    wanted = {
-        "preset": "paper",
-        "outer_iterations": 200,
-        "lr": 0.5,
-        "momentum": 0.0,
-        "rho1": 0.7,
-        "rho2": 0.7,
-        "penalty": "fixed",
-        "groups": ("filter",),
-        "freeze_drift": -1.0,
-        "eps_abs": 1e-5,
-        "eps_rel": 1e-5,
-    }
-    settings = make(**{**wanted, **changes})
+    usual = {"outer_iterations": 200, "freeze_drift": -1.0, "eps_abs": 1e-5, "eps_rel": 1e-5}
+    settings = make(**{**CONVEX, **usual, **changes})
     torch.manual_seed(0)
     model = Linear1x1().double()
-    world = MPI.COMM_WORLD
-    stream = Quadratic(world.rank)
-    steps = list(run_driver(world, 1, model, stream, settings, loss=half_squares, steps=10))
+    stream = Quadratic(WORLD.rank)
+    steps = list(run_driver(1, model, stream, settings, loss=half_squares, steps=10))
     return [record for record, _, _ in steps], steps[-1][1]
 
 
@@ -523,23 +448,18 @@ def test_no_run_stops_before_its_masks_are_those_it_delivers(freeze):
     assert int(state.mask.sum()) == 2
 
 
-def test_the_recipe_does_not_stop_on_residuals():
-    assert (make().eps_abs, make().eps_rel) == (0.0, 0.0)
-
-
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_residuals_that_are_not_asked_for_change_nothing_else():
-    world = MPI.COMM_WORLD
     found = {}
     for residuals in ("every", "evaluate", "off"):
         torch.manual_seed(5)
         # Nothing is tested here, so that nothing is evaluated either.
         settings = make(**{**PAPER, "penalty": "ramp", "eps_abs": 0.0, "eps_rel": 0.0})
         settings = with_overrides(settings, residuals=residuals)
-        stream = RandomStream(world.rank, torch.float64)
-        nodes = 2 if world.size > 1 else 1
-        steps = list(run_driver(world, nodes, Net().double(), stream, settings))
+        stream = RandomStream(WORLD.rank, torch.float64)
+        nodes = 2 if WORLD.size > 1 else 1
+        steps = list(run_driver(nodes, Net().double(), stream, settings))
         found[residuals] = steps[-1][1].z.clone(), steps[-1][1].rho1.copy()
         asked = residuals == "every"
         for record, _, _ in steps:
@@ -554,10 +474,9 @@ def test_residuals_that_are_not_asked_for_change_nothing_else():
 @pytest.mark.mpi
 def test_ranks_of_a_node_that_differ_go_on_from_their_leaders_variables():
     """As after sums of gradients that have not the same bits on all ranks."""
-    world = MPI.COMM_WORLD
     settings = make(**{**RECIPE, "node_sync": "step"})
     torch.manual_seed(3)
-    context = make_context(settings, Net().double(), RandomStream(world.rank, torch.float64))
+    context = make_context(settings, Net().double(), RandomStream(WORLD.rank, torch.float64))
     state = context.state
     state.u.normal_()
     with nodes_of(3) as topology:
@@ -590,21 +509,3 @@ def test_masks_freeze_once_they_have_settled():
     quiet = [r["mask_drift"] == 0 for r in records[: first_frozen - 1]]
     assert quiet[-3:] == [True] * 3 and not all(quiet[-4:])
     assert state.frozen
-
-
-@pytest.mark.mpi
-def test_same_run_twice_gives_the_same_metrics():
-    world = MPI.COMM_WORLD
-    settings = make(**RECIPE)
-    outcomes = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        stream = RandomStream(world.rank, torch.float32)
-        nodes = 2 if world.size > 1 else 1
-        steps = list(run_driver(world, nodes, Net(), stream, settings))
-        records = [record for record, _, _ in steps]
-        for record in records:
-            del record["seconds"], record["rank"]
-        outcomes.append((records, steps[-1][1].z.clone()))
-    assert outcomes[0][0] == outcomes[1][0]
-    assert torch.equal(outcomes[0][1], outcomes[1][1])

@@ -18,7 +18,7 @@ def work_of(**changes: object) -> RunContext:
     return make_context(settings, new_net(), RandomStream(0, torch.float64))
 
 
-def test_votes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_votes_by_hand(monkeypatch):
     """Gradients and momenta of halves; beta1 1/2 and beta2 3/4 are exact."""
     monkeypatch.setattr(lion, "BETA1", 0.5)
     monkeypatch.setattr(lion, "BETA2", 0.75)
@@ -39,7 +39,7 @@ def test_votes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(grad.tolist()) <= {-1, 0, 1}
 
 
-def test_parameters_without_a_gradient_go_nowhere_in_two_steps() -> None:
+def test_parameters_without_a_gradient_go_nowhere_in_two_steps():
     context, wire = work_of(), wire_of(WORLD)
     space, total = lion.allocate(wire, context), 0
     for step in range(2):
@@ -50,7 +50,7 @@ def test_parameters_without_a_gradient_go_nowhere_in_two_steps() -> None:
     assert not total.any()
 
 
-def test_one_worker_alone_is_lion() -> None:
+def test_one_worker_alone_is_lion():
     """Chen et al. 2023, Program 1, with decoupled weight decay, on one node of all ranks."""
     flags = {"aggregation": "hierarchical", "lr": 0.01, "weight_decay": 0.5}
     settings = make(method="lion", **{**COMMON, **flags})

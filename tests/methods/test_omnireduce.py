@@ -10,9 +10,7 @@ from driving import (
     SHAPES,
     STEPS,
     assert_alike_on_all_ranks,
-    make_context,
     run_driver,
-    wire_of,
 )
 from nets import RandomStream
 from nodes import WORLD, nodes_of
@@ -38,7 +36,7 @@ class Table(nn.Module):
 
 
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
-def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monkeypatch) -> None:
+def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monkeypatch):
     torch.manual_seed(2)
     model = Table()
     touched, found, records = [], {}, {}
@@ -81,7 +79,7 @@ def test_only_blocks_that_hold_anything_travel(aggregation, ranks_per_node, monk
     assert 0 < sum(sums) < 2 * 8 * 320 * STEPS
 
 
-def test_nothing_at_all_is_no_message() -> None:
+def test_nothing_at_all_is_no_message():
     """A gradient of zeros, which a frozen model has: no block travels."""
 
     class Constant(Table):
@@ -97,32 +95,3 @@ def test_nothing_at_all_is_no_message() -> None:
             assert record["bytes"]["payload"] == 0
             assert record["bytes"]["mask"] > 0
             assert torch.equal(state.theta.view(64, 5), before)
-
-
-def test_block_top_k_by_hand() -> None:
-    """Blocks of 4 with squared norms 4, 0, 9 and 1: one goes per step, the others wait.
-
-    Fei et al. 2021: the k blocks of the largest 2-norm, with error feedback.
-    """
-    settings = make(
-        method="omnireduce", omnireduce_block_size=4, omnireduce_block_ratio=0.25, **COMMON
-    )
-
-    class Four(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(14, dtype=torch.float64))
-
-    context = make_context(settings, Four(), RandomStream(0, torch.float64))
-    wire = wire_of(WORLD)
-    space, grad = omnireduce.allocate(wire, context), context.state.grad
-    first = torch.tensor([1.0, -1, 1, 1, 0, 0, 0, 0, 0, -3, 0, 0, 0, 1], dtype=torch.float64)
-    sent = []
-    for gradient in (first, torch.zeros(14), torch.zeros(14)):
-        grad.copy_(gradient)
-        omnireduce.exchange_(wire, space, context)
-        sent.append(grad / WORLD.size)
-    blocks = [[0] * 8 + [0, -3, 0, 0, 0, 0], [1, -1, 1, 1] + [0] * 10, [0] * 13 + [1]]
-    assert [s.tolist() for s in sent] == blocks
-    assert not context.state.memory["own.residual"].any()
-    assert wire.traffic.payload == 3 * (4 * 8 + 4)

@@ -27,6 +27,10 @@ OWN = {
 }
 
 
+# One of each driver; the others differ in what they send alone.
+SOME, LONG = ("prunex", "prunex-flat", "local-sgd", "dense", "prunetrain"), pytest.mark.long
+
+
 def settings_of(folder: Path, name: str, method: str, **changes: object) -> Settings:
     common = {
         "dataset": "text",
@@ -50,8 +54,10 @@ def write_text(folder: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("method", [method.name for method in METHODS])
-def test_a_method_trains_on_text(method: str) -> None:
+@pytest.mark.parametrize(
+    "method", [m.name if m.name in SOME else pytest.param(m.name, marks=LONG) for m in METHODS]
+)
+def test_a_method_trains_on_text(method):
     with run_folder() as folder:
         write_text(folder)
         assert run_job_here(settings_of(folder, "run", method, ranks_per_node=1)) == 0
@@ -66,7 +72,7 @@ def test_a_method_trains_on_text(method: str) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("method", ["dense", "local-sgd"])
-def test_a_run_on_text_goes_on_bit_for_bit(method: str) -> None:
+def test_a_run_on_text_goes_on_bit_for_bit(method):
     same = {"tokenizer": "chars", "val_split": 0.2, "lr_schedule": "constant", "warmup_ratio": 0.0}
     with run_folder() as folder:
         write_text(folder)
@@ -91,7 +97,7 @@ def test_a_run_on_text_goes_on_bit_for_bit(method: str) -> None:
 
 
 @pytest.mark.mpi
-def test_a_run_on_text_refuses_to_go_on_with_another_one() -> None:
+def test_a_run_on_text_refuses_to_go_on_with_another_one():
     with run_folder() as folder:
         write_text(folder)
         assert run_job_here(settings_of(folder, "run", "dense", outer_iterations=1)) == 0

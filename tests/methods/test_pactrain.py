@@ -27,9 +27,8 @@ from torch import nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.comm.agreement import require_same
 from prunex_mpi.comm.collectives import build_transport
-from prunex_mpi.config.resolve import make, to_toml
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import PRUNED
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods import pactrain_mask, pactrain_samples
@@ -52,7 +51,14 @@ from prunex_mpi.methods.pactrain_mask import (
     score_of,
 )
 from prunex_mpi.methods.pactrain_samples import draw_balanced
-from prunex_mpi.methods.pactrain_support import CHOICE, SECONDS, STABLE, SUPPORT, UNCHANGED
+from prunex_mpi.methods.pactrain_support import (
+    CHOICE,
+    SECONDS,
+    STABLE,
+    SUPPORT,
+    UNCHANGED,
+    outside_,
+)
 from prunex_mpi.models.layout import build_layout, matrices
 from prunex_mpi.run import delivery
 from prunex_mpi.run.summary import closing_table
@@ -61,17 +67,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 STEPS = 4
 # Buckets of 1 KiB cut the 801 parameters of the test network into 7 of float64, 4 of float32.
-COMMON = {
-    "method": "pactrain",
-    "outer_iterations": 3,
-    "lr": 0.05,
-    "lr_schedule": "constant",
-    "warmup_ratio": 0.0,
-    "bucket_mib": 2**-10,
-    "pactrain_stable_window": 2,
-    "pactrain_score": "magnitude",
-    "keep_ratio": (0.3,),
-}
+COMMON = {"method": "pactrain", "outer_iterations": 3, "lr": 0.05, "lr_schedule": "constant"}
+COMMON |= {"warmup_ratio": 0.0, "bucket_mib": 2**-10, "pactrain_stable_window": 2}
+COMMON |= {"pactrain_score": "magnitude", "keep_ratio": (0.3,)}
 SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 
 
@@ -392,6 +390,17 @@ def every_third(state):
     return pruned
 
 
+@pytest.mark.skipif(WORLD.size > 1, reason="one rank sees what several do")
+def test_outside_is_told_per_bucket_of_any_value_but_zero():
+    support = torch.tensor([True, False, False, False, True])
+    fresh = torch.empty(5, dtype=torch.bool)
+    grad = torch.tensor([1.0, 0.0, -0.0, 0.0, torch.nan])
+    assert outside_(grad, support, fresh, 4).tolist() == [False, False]
+    grad[2] = -1e-30
+    assert outside_(grad, support, fresh, 4).tolist() == [True, False]
+    assert fresh.tolist() == [False, False, True, False, False]
+
+
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES[::2])
 def test_buckets_become_stable_and_unstable_and_stable_again(aggregation, ranks_per_node):
     with nodes_of(ranks_per_node) as topology:
@@ -587,21 +596,3 @@ def test_the_way_that_is_fastest_on_the_slowest_worker_is_taken(ternary):
         assert int(memory[CHOICE]) == -1
         assert torch.isinf(memory[SECONDS]).all()
         assert not memory[UNCHANGED].any()
-
-
-def test_ternary_on_one_rank_alone_is_refused_by_all():
-    if WORLD.size == 1:
-        pytest.skip("one rank agrees with itself")
-    config = to_toml(make(**{**COMMON, "pactrain_ternary": WORLD.rank == WORLD.size - 1}), {})
-    with pytest.raises(UserError, match="the settings differ between ranks"):
-        require_same(WORLD, "the settings", config)
-
-
-def test_mixed_precision_stays_the_same_on_all_ranks():
-    settings = make(amp="fp16", **COMMON)
-    with nodes_of(2) as topology:
-        stream = RandomStream(WORLD.rank, torch.float32)
-        for record, state in run_driver(topology, settings, new_net(torch.float32), stream, STEPS):
-            assert_alike_on_all_ranks(state.theta)
-            assert not state.theta[state.memory[PRUNED]].any()
-            assert np.isfinite(record["train_loss"])

@@ -19,7 +19,7 @@ from driving import (
     run_driver,
     simulated,
 )
-from nets import RandomStream, new_net
+from nets import CoupledNet, RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_rivals import CONSTANTS, simulate_per_step
 from torch import nn
@@ -33,7 +33,6 @@ from prunex_mpi.run.supervision import driver_of
 
 pytestmark = pytest.mark.mpi
 
-CPU = torch.device("cpu")
 OF_WEIGHTS = {"weight_decay": 0.05, "weight_decay_on": "weights"}
 METHODS = {
     "dense": OF_WEIGHTS,
@@ -54,10 +53,7 @@ METHODS = {
     "lion": {"weight_decay": 0.1, "lr": 0.0005},
 }
 # What suits a small network in place of the authors' constants.
-SMALL = {
-    "dgc": {"SAMPLE": 0.05},
-    "adacgd": {"LEVELS": (0.1, 0.3, 0.6), "ZETA": 0.5},
-}
+SMALL = {"dgc": {"SAMPLE": 0.05}, "adacgd": {"LEVELS": (0.1, 0.3, 0.6), "ZETA": 0.5}}
 # All others as they are by default; what prunes or drifts has a file of its own.
 COVERED = {"pactrain", "prunetrain", "gossip", *(name.partition(",")[0] for name in METHODS)}
 PER_STEP = [method for method in declared.METHODS if method.per_step]
@@ -284,13 +280,24 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypa
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_dense_with_mixed_precision_stays_the_same_on_all_ranks(amp):
-    settings = make(method="dense", aggregation="hierarchical", amp=amp, **COMMON)
+@pytest.mark.parametrize("method", ["dense", "pactrain", "prunetrain"])
+def test_with_mixed_precision_all_ranks_stay_alike(method, amp):
+    changes = {
+        "pactrain": {"pactrain_score": "magnitude", "keep_ratio": (0.3,)},
+        "prunetrain": {
+            **{"prunetrain_reconfigure_every": 2, "prunetrain_lasso_ratio": 0.6},
+            **{"prunetrain_threshold": 0.25, "outer_iterations": 5},
+        },
+    }
+    wanted = {**COMMON, "aggregation": "hierarchical", **changes.get(method, {})}
+    settings = make(method=method, amp=amp, **wanted)
+    model = CoupledNet() if method == "prunetrain" else new_net(torch.float32)
     with nodes_of(2) as topology:
         stream = RandomStream(WORLD.rank, torch.float32)
-        for record, state in run_driver(topology, settings, new_net(torch.float32), stream):
+        for record, state in run_driver(topology, settings, model, stream):
             assert_alike_on_all_ranks(state.theta)
             assert np.isfinite(record["train_loss"])
+    assert (record["density"] < 1) == (method != "dense")
 
 
 @pytest.mark.any_mpi

@@ -9,12 +9,9 @@ from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.methods import powersgd
-from prunex_mpi.methods.exchanges import memory_of
-from prunex_mpi.models.layout import build_layout
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -41,7 +38,7 @@ def new_model() -> nn.Module:
 
 
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
-def test_gradients_of_no_higher_rank_arrive_whole(aggregation, ranks_per_node) -> None:
+def test_gradients_of_no_higher_rank_arrive_whole(aggregation, ranks_per_node):
     """The rank of the sum is at most the number of ranks; P's other columns are noise."""
     assert WORLD.size < RANK
     model = new_model()
@@ -58,46 +55,11 @@ def test_gradients_of_no_higher_rank_arrive_whole(aggregation, ranks_per_node) -
     assert records[0]["bytes"]["payload"] < 0.6 * records[0]["bytes"]["dense"]
 
 
-def test_a_rank_larger_than_the_matrices_is_refused_on_every_rank() -> None:
-    model = new_model()
-    layout = build_layout(model)
-    settings = make(method="powersgd", powersgd_rank=14, **COMMON)
-    with pytest.raises(UserError, match=r"1\.weight, 16 x 108, takes the largest, 13"):
-        memory_of(settings, layout, torch.zeros(layout.numel))
-
-
 def three_by_three(rank: int) -> RunContext:
     """Return a worker's work on a matrix of 3 x 3 and three biases."""
     settings = make(method="powersgd", powersgd_rank=rank, **COMMON)
     model = nn.Sequential(nn.Linear(3, 3)).double()
     return make_context(settings, model, RandomStream(0, torch.float64))
-
-
-def test_two_steps_by_hand() -> None:
-    """Vogels et al. 2019, Algorithms 1 and 2, of the mean matrix ((3 0 0) (0 0 0) (4 0 5)).
-
-    From q = (1 0 0): p = (3 0 4), orthonormalised (0.6 0 0.8), q = (5 0 4). The second gradients
-    are 0: what is left of the first, whose only column is the third, is found by the q of before.
-    """
-    context, wire = three_by_three(1), wire_of(WORLD)
-    space, state = powersgd.allocate(wire, context), context.state
-    state.memory["shared.right_factors"].copy_(torch.tensor([1.0, 0, 0]))
-    matrix, biases = torch.tensor([3.0, 0, 0, 0, 0, 0, 4, 0, 5]), torch.tensor([1.0, 2, 3])
-    # The workers' parts of it differ.
-    part = 2 * (WORLD.rank + 1) / (WORLD.size * (WORLD.size + 1))
-    found = []
-    for factor in (part, 0.0):
-        state.grad.copy_(torch.cat([matrix, biases]).double() * factor)
-        powersgd.exchange_(wire, space, context)
-        found.append((state.grad.clone(), state.memory["own.residual"].clone()))
-    (first, left), (second, nothing) = found
-    exact = {"rtol": 0, "atol": 1e-14}
-    wanted = torch.tensor([3.0, 0, 2.4, 0, 0, 0, 4, 0, 3.2, 1, 2, 3], dtype=torch.float64)
-    torch.testing.assert_close(first, wanted, **exact)
-    rest = torch.tensor([0.0, 0, -2.4, 0, 0, 0, 0, 0, 1.8, 0, 0, 0], dtype=torch.float64)
-    torch.testing.assert_close(left, part * rest, **exact)
-    torch.testing.assert_close(second, rest, **exact)
-    assert nothing.abs().max() < 1e-14
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
@@ -110,7 +72,7 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     return torch.stack(columns, dim=1)
 
 
-def test_the_authors_reducer_takes_the_same_steps() -> None:
+def test_the_authors_reducer_takes_the_same_steps():
     """RankKReducer of epfml/powersgd, paper-code: what its memory lacks is everyone's mean.
 
     All is linear in the sum of the memories, so that what arrives is the same. The newer package

@@ -39,7 +39,7 @@ def gradient_of(rank: int, step: int, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("workers", range(1, WORLD.size + 1))
 # One element in the last block, or none at all; everything travels.
 @pytest.mark.parametrize(("count", "ratio"), [(61, 0.1), (57, 0.4), (9, 0.2), (30, 1.0)])
-def test_any_number_of_workers_does_what_the_authors_do(workers, count, ratio) -> None:
+def test_any_number_of_workers_does_what_the_authors_do(workers, count, ratio):
     settings = make(method="spardl", spardl_ratio=ratio, **COMMON)
     comm = WORLD.Split(0 if WORLD.rank < workers else MPI.UNDEFINED, key=WORLD.rank)
     if comm == MPI.COMM_NULL:
@@ -77,7 +77,7 @@ def test_any_number_of_workers_does_what_the_authors_do(workers, count, ratio) -
 
 
 @pytest.mark.parametrize("workers", range(1, 18))
-def test_every_other_block_is_sent_once_in_rounds_that_double(workers: int) -> None:
+def test_every_other_block_is_sent_once_in_rounds_that_double(workers):
     mine = spardl.rounds(workers, rank=3)
     assert [(r.start - 3, len(r)) for r in mine] == spardl_rounds(workers)
     assert len(mine) == int(np.ceil(np.log2(workers)))

@@ -44,7 +44,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_method_costs_one_file_and_its_declaration(tree: Path) -> None:
+def test_a_method_costs_one_file_and_its_declaration(tree):
     lines = block("diff").splitlines()
     assert "sign" not in BY_NAME
     (file,) = [line for line in lines if line.startswith("+++ ")]
@@ -56,7 +56,7 @@ def test_a_method_costs_one_file_and_its_declaration(tree: Path) -> None:
 @pytest.mark.jobs
 @pytest.mark.any_mpi
 @pytest.mark.long
-def test_the_methods_readme_adds_a_method_that_trains(tree: Path) -> None:
+def test_the_methods_readme_adds_a_method_that_trains(tree):
     flags = ["--method", "sign", "--sign-scale", "0.5", *DATA]
     dry = run_job(1, ["-m", "prunex_mpi.train", "--dry-run", *flags], tree)
     assert dry.returncode == 0, dry.stderr

@@ -24,13 +24,7 @@ def small_model() -> nn.Sequential:
     )
 
 
-def set_statistics(module: nn.Module, data: Tensor) -> None:
-    """Set what a module would know of `data` [samples, channels], as population moments."""
-    module.running_mean.copy_(data.mean(dim=0))
-    module.running_var.copy_(data.var(dim=0, unbiased=False))
-
-
-def test_find_takes_only_modules_that_keep_statistics_and_each_once() -> None:
+def test_find_takes_only_modules_that_keep_statistics_and_each_once():
     model = small_model()
     shared = nn.Sequential(model, model[1])
     assert batchnorm.find(shared) == [model[1], model[5]]
@@ -38,7 +32,7 @@ def test_find_takes_only_modules_that_keep_statistics_and_each_once() -> None:
     assert batchnorm.find(nn.Conv2d(1, 1, 1)) == []
 
 
-def test_writing_what_was_read_changes_nothing() -> None:
+def test_writing_what_was_read_changes_nothing():
     modules = batchnorm.find(small_model().double())
     for module in modules:
         module.running_mean.normal_()
@@ -58,34 +52,14 @@ def test_writing_what_was_read_changes_nothing() -> None:
         torch.testing.assert_close(module.running_var, variance, rtol=1e-12, atol=0)
 
 
-def test_averaging_moments_of_shards_gives_the_statistics_of_the_pooled_data() -> None:
-    torch.manual_seed(1)
-    # Shards of different means: averaging variances alone would miss the spread between them.
-    shards = [torch.randn(50, 4, dtype=torch.float64) * s + s for s in (0.5, 1.0, 3.0, 7.0)]
-    total, reference = torch.zeros(2, 8, dtype=torch.float64)
-    reference[:4] = 2.5
-    for data in shards:
-        module = nn.BatchNorm2d(4).double()
-        set_statistics(module, data)
-        flat = torch.empty(8, dtype=torch.float64)
-        batchnorm.read_([module], flat, reference)
-        total += flat / len(shards)
-    result, expected = nn.BatchNorm2d(4).double(), nn.BatchNorm2d(4).double()
-    batchnorm.as_plain_([result], total, reference)
-    batchnorm.write_plain([result], total)
-    set_statistics(expected, torch.cat(shards))
-    torch.testing.assert_close(result.running_mean, expected.running_mean, rtol=1e-13, atol=0)
-    torch.testing.assert_close(result.running_var, expected.running_var, rtol=1e-12, atol=0)
-
-
-def test_rounding_never_makes_a_variance_negative() -> None:
+def test_rounding_never_makes_a_variance_negative():
     module = nn.BatchNorm2d(1)
     flat = torch.tensor([3.0, 9.0 - 1e-6])
     batchnorm.as_plain_([module], flat, torch.tensor([1.0, 1.0]))
     assert flat.tolist() == [4, 0]
 
 
-def test_a_model_without_statistics_needs_no_buffer() -> None:
+def test_a_model_without_statistics_needs_no_buffer():
     flat = torch.empty(0)
     batchnorm.read_([], flat, flat)
     batchnorm.as_plain_([], flat, flat)
@@ -93,7 +67,7 @@ def test_a_model_without_statistics_needs_no_buffer() -> None:
     assert batchnorm.numel([]) == 0
 
 
-def test_estimate_on_one_batch_gives_the_statistics_of_that_batch() -> None:
+def test_estimate_on_one_batch_gives_the_statistics_of_that_batch():
     model = small_model().double()
     modules = batchnorm.find(model)
     for module in modules:
@@ -116,7 +90,7 @@ def normalise(values: Tensor, module: nn.BatchNorm2d) -> Tensor:
     return scaled * module.weight.view(1, -1, 1, 1) + module.bias.view(1, -1, 1, 1)
 
 
-def test_estimate_over_batches_weighs_the_first_as_much_as_the_last() -> None:
+def test_estimate_over_batches_weighs_the_first_as_much_as_the_last():
     model = small_model().double()
     images = torch.randn(24, 3, 10, 10, dtype=torch.float64)
     images += torch.arange(24.0).view(-1, 1, 1, 1)
@@ -130,7 +104,7 @@ def test_estimate_over_batches_weighs_the_first_as_much_as_the_last() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_estimate_restores_momentum_and_mode_and_leaves_weights_alone(training: bool) -> None:
+def test_estimate_restores_momentum_and_mode_and_leaves_weights_alone(training):
     model = small_model().train(training)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     batchnorm.estimate(model, batchnorm.find(model), [torch.randn(4, 3, 10, 10)])
@@ -155,7 +129,7 @@ class Fork(nn.Sequential):
         return super().forward(x) if self.training else self[:-1](x)
 
 
-def test_estimating_leaves_what_is_frozen_and_what_no_image_reaches() -> None:
+def test_estimating_leaves_what_is_frozen_and_what_no_image_reaches():
     torch.manual_seed(2)
     model = Fork(nn.BatchNorm2d(3), Frozen(3), nn.BatchNorm2d(3)).train()
     modules = batchnorm.find(model)
@@ -185,7 +159,7 @@ class Unused(nn.Module):
         return self.used(x)
 
 
-def test_the_first_running_averages_are_plain_means() -> None:
+def test_the_first_running_averages_are_plain_means():
     torch.manual_seed(2)
     model = nn.Sequential(Unused(), Frozen(3), nn.BatchNorm2d(3, momentum=None)).double().train()
     modules = batchnorm.find(model)
@@ -209,7 +183,7 @@ def test_the_first_running_averages_are_plain_means() -> None:
         assert not warming
 
 
-def test_a_small_variance_beside_a_large_mean_survives_about_a_reference() -> None:
+def test_a_small_variance_beside_a_large_mean_survives_about_a_reference():
     module = nn.BatchNorm2d(2)
     module.running_mean.copy_(torch.tensor([100.0, -3e4]))
     module.running_var.copy_(torch.tensor([1e-4, 1.0]))

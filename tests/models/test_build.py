@@ -42,13 +42,11 @@ def refuse(name: str, *, image_size: int = 32, stem: str = "auto") -> str:
         ("resnet152", "imagenet", 58_164_298),
     ],
 )
-def test_parameter_counts_are_those_of_the_literature(
-    name: str, stem: str, parameters: int
-) -> None:
+def test_parameter_counts_are_those_of_the_literature(name, stem, parameters):
     assert count(build_model(name, Images(32, 10), stem=stem)) == parameters
 
 
-def test_cifar_family_takes_small_images_and_has_biases_only_in_the_classifier() -> None:
+def test_cifar_family_takes_small_images_and_has_biases_only_in_the_classifier():
     model = build_model("resnet8", Images(8, 7))
     assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 7)
     convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
@@ -56,7 +54,7 @@ def test_cifar_family_takes_small_images_and_has_biases_only_in_the_classifier()
     assert all(conv.bias is None for conv in convs)
 
 
-def test_shortcut_keeps_old_channels_and_adds_zeros() -> None:
+def test_shortcut_keeps_old_channels_and_adds_zeros():
     block = BasicBlock(2, 4, stride=2).eval()
     nn.init.zeros_(block.conv2.weight)
     x = torch.rand(1, 2, 6, 6)
@@ -69,20 +67,14 @@ def test_shortcut_keeps_old_channels_and_adds_zeros() -> None:
     ("image_size", "stem", "kernel"),
     [(64, "auto", 3), (65, "auto", 7), (32, "imagenet", 7), (96, "cifar", 3)],
 )
-def test_stem_follows_image_size_unless_given(image_size: int, stem: str, kernel: int) -> None:
+def test_stem_follows_image_size_unless_given(image_size, stem, kernel):
     model = build_model("resnet18", Images(image_size, 10), stem=stem)
     assert model.conv1.kernel_size == (kernel, kernel)
     assert isinstance(model.maxpool, nn.Identity) == (kernel == 3)
 
 
-def test_wide_and_grouped_resnets_are_of_the_family() -> None:
-    for name in ("wide_resnet50_2", "resnext50_32x4d"):
-        model = build_model(name, Images(32, 10))
-        assert model.conv1.kernel_size == (3, 3)
-
-
 @pytest.mark.parametrize("name", ["resnet20", "resnet18"])
-def test_weights_follow_the_seed(name: str) -> None:
+def test_weights_follow_the_seed(name):
     models = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -91,34 +83,25 @@ def test_weights_follow_the_seed(name: str) -> None:
     assert not torch.equal(models[0]["conv1.weight"], models[2]["conv1.weight"])
 
 
-def test_trying_the_model_leaves_statistics_and_training_mode() -> None:
-    model = build_model("resnet8", Images(8, 10))
-    assert model.training
-    assert torch.equal(model.bn1.running_mean, torch.zeros(16))
-    assert int(model.bn1.num_batches_tracked) == 0
-
-
 @pytest.mark.parametrize(
     ("name", "image_size"),
     [("mobilenet_v2", 32), ("vit_b_16", 32), ("googlenet", 64), ("shufflenet_v2_x0_5", 32)],
 )
-def test_other_torchvision_classifiers_return_plain_logits_silently(
-    name: str, image_size: int
-) -> None:
+def test_other_torchvision_classifiers_return_plain_logits_silently(name, image_size):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = build_model(name, Images(image_size, 10))
     assert model.train()(torch.zeros(2, 3, image_size, image_size)).shape == (2, 10)
 
 
-def test_names_are_classifiers_only() -> None:
+def test_names_are_classifiers_only():
     names = model_names()
     assert {"resnet20", "resnet18", "wide_resnet50_2", "vgg19_bn", "inception_v3"} <= set(names)
     assert "fcn_resnet50" not in names
     assert "fcn_resnet50" in refuse("fcn_resnet50")
 
 
-def test_unknown_name_gets_the_nearest_one() -> None:
+def test_unknown_name_gets_the_nearest_one():
     assert "resnet20" in refuse("resnet-20")
     assert "wide_resnet50_2" in refuse("wideresnet50_2")
 
@@ -133,16 +116,12 @@ def test_unknown_name_gets_the_nearest_one() -> None:
         ("resnet18", "tiny"),
     ],
 )
-def test_a_stem_that_does_not_fit_is_refused(name: str, stem: str) -> None:
+def test_a_stem_that_does_not_fit_is_refused(name, stem):
     assert stem in refuse(name, stem=stem)
 
 
-def test_the_cifar_family_accepts_its_own_stem_by_name() -> None:
-    assert count(build_model("resnet8", Images(8, 10), stem="cifar")) == 75_290
-
-
 @pytest.mark.parametrize("name", ["alexnet", "vit_b_16"])
-def test_images_too_small_for_the_model_are_refused(name: str) -> None:
+def test_images_too_small_for_the_model_are_refused(name):
     message = refuse(name, image_size=8)
     assert "8x8" in message
     assert name in message
@@ -170,7 +149,7 @@ def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_models")
-def test_own_factory_is_called_with_classes_and_the_size_if_it_takes_it() -> None:
+def test_own_factory_is_called_with_classes_and_the_size_if_it_takes_it():
     model = build_model("own_models:net", Images(4, 5))
     assert count(model) == 5 * 48 + 5
     assert count(build_model("own_models:with_options", Images(4, 5))) == 245
@@ -192,21 +171,21 @@ def test_own_factory_is_called_with_classes_and_the_size_if_it_takes_it() -> Non
         ("own_models:headless", "[1, 3, 32, 32]"),
     ],
 )
-def test_bad_factories_are_refused_in_one_line(name: str, says: str) -> None:
+def test_bad_factories_are_refused_in_one_line(name, says):
     assert says in refuse(name)
 
 
 @pytest.mark.usefixtures("own_models")
-def test_a_factory_has_no_stem() -> None:
+def test_a_factory_has_no_stem():
     assert "--stem cifar" in refuse("own_models:net", stem="cifar")
 
 
-def test_a_narrow_transformer_has_fewer_heads_of_the_same_width() -> None:
+def test_a_narrow_transformer_has_fewer_heads_of_the_same_width():
     assert gpt_shape("gpt_nano-w64-gqa") == GptShape(4, 2, 64, frozenset({"gqa"}))
     # Twelve matrices of 64 x 64 per block and nine norms; tokens, tied, and positions.
     assert count(build_model("gpt_nano-w64", Tokens(65, 64))) == 4 * 12 * 64**2 + 9 * 64 + 129 * 64
 
 
 @pytest.mark.parametrize("suffixes", ["w32", "w96", "w128", "w64-w64", "rms-rms", "x"])
-def test_other_transformers_are_unknown(suffixes: str) -> None:
+def test_other_transformers_are_unknown(suffixes):
     assert gpt_shape(f"gpt_nano-{suffixes}") is None

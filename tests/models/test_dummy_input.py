@@ -1,7 +1,5 @@
 """A look at a network leaves its modes, and finds where it begins and ends by what runs."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,9 +16,7 @@ from prunex_mpi.models.dummy_input import (
     try_forward,
 )
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.groups import find_groups
 
 SIDE = 4
 
@@ -48,7 +44,7 @@ def modes(model: nn.Module) -> list[bool]:
     [try_forward, settle, probe, find_ends, find_coupling],
     ids=["try_forward", "settle", "probe", "find_ends", "find_coupling"],
 )
-def test_a_frozen_norm_stays_frozen(look: Callable) -> None:
+def test_a_frozen_norm_stays_frozen(look):
     model = partly_frozen()
     before = modes(model)
     assert True in before and False in before
@@ -56,7 +52,7 @@ def test_a_frozen_norm_stays_frozen(look: Callable) -> None:
     assert modes(model) == before
 
 
-def test_modes_come_back_where_the_model_raises() -> None:
+def test_modes_come_back_where_the_model_raises():
     model = partly_frozen()
     before = modes(model)
     with pytest.raises(RuntimeError), evaluating(model) as quiet:
@@ -65,7 +61,7 @@ def test_modes_come_back_where_the_model_raises() -> None:
     assert modes(model) == before
 
 
-def test_a_dummy_input_is_of_the_models_dtype_and_knows_no_gradient() -> None:
+def test_a_dummy_input_is_of_the_models_dtype_and_knows_no_gradient():
     model = partly_frozen().double()
     with evaluating(model):
         assert not model(dummy_input(model, Images(SIDE))).requires_grad
@@ -118,28 +114,12 @@ class Shifted(nn.Module):
         (Shifted, {"stem.weight"}, "head.weight"),
     ],
 )
-def test_ends_are_what_runs_first_and_last(model: type, stems: set[str], head: str) -> None:
+def test_ends_are_what_runs_first_and_last(model, stems, head):
     network = model().train()
     network.get_submodule(head.removesuffix(".weight")).eval()
     assert find_ends(network, Images(IMAGE)) == Ends(frozenset(stems), head)
     assert network.training
     assert not network.get_submodule(head.removesuffix(".weight")).training
-
-
-def test_neither_classes_nor_the_image_s_channels_are_pruned() -> None:
-    model = HeadFirst()
-    ends = find_ends(model, Images(IMAGE))
-    groups = find_groups(model, build_layout(model), ["filter", "channel"], [0.5], ends=ends)
-    assert groups.excluded == (
-        "head.weight [filter]: its outputs are the classes",
-        "stem.weight [channel]: its input channels are the image's",
-    )
-    # Without them the order of definition counts.
-    by_order = find_groups(model, build_layout(model), ["filter", "channel"], [0.5])
-    assert by_order.excluded == (
-        "head.weight [channel]: its input channels are the image's",
-        "stem.weight [filter]: its outputs are the classes",
-    )
 
 
 class Moving(nn.Module):
@@ -158,7 +138,7 @@ class Moving(nn.Module):
         return self.first(x - self.mean)
 
 
-def test_transient_buffers_that_training_moves_are_found() -> None:
+def test_transient_buffers_that_training_moves_are_found():
     model = Moving(persistent=False)
     assert transient_buffers(model) == ["mean", "cache"]
     drawn = torch.get_rng_state()

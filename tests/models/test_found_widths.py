@@ -28,7 +28,7 @@ def write_plan(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def test_fresh_weights_are_those_of_the_whole_network_cut_and_scaled(tmp_path: Path) -> None:
+def test_fresh_weights_are_those_of_the_whole_network_cut_and_scaled(tmp_path):
     write_plan(tmp_path)
     torch.manual_seed(3)
     found = fresh(tmp_path, num_classes=10, image_size=32)
@@ -59,13 +59,11 @@ def test_fresh_weights_are_those_of_the_whole_network_cut_and_scaled(tmp_path: P
         ({"model": {**MODEL, "image_size": 28}}, "of 28x28 images"),
     ],
 )
-def test_other_classes_or_images_are_refused(
-    tmp_path: Path, changes: dict[str, object], reason: str
-) -> None:
+def test_other_classes_or_images_are_refused(tmp_path, changes, reason):
     with pytest.raises(UserError, match=reason):
         fresh(write_plan(tmp_path, **changes), num_classes=10, image_size=32)
 
 
-def test_a_folder_without_a_plan_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_plan_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"plan\.json can't be read .* name an exported model"):
         fresh(tmp_path, num_classes=10, image_size=32)

@@ -19,7 +19,7 @@ from prunex_mpi.tools.export_run import loader_source
 RESNET8 = {"name": "resnet8", "num_classes": 10, "image_size": 8, "stem": ""}
 
 
-def test_it_imports_only_what_a_stranger_has() -> None:
+def test_it_imports_only_what_a_stranger_has():
     tree = ast.parse(loader_source())
     names = set()
     for node in ast.walk(tree):
@@ -45,7 +45,7 @@ def attention(bias: bool = True) -> tuple[nn.MultiheadAttention, SlimAttention]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [True, False])
-def test_attention_with_all_heads_is_torchs_own(bias: bool) -> None:
+def test_attention_with_all_heads_is_torchs_own(bias):
     full, slim = attention(bias)
     x, y, z = torch.randn(3, 2, 5, 12, dtype=torch.float64)
     for q, k, v in ((x, x, x), (x, y, z)):
@@ -56,7 +56,7 @@ def test_attention_with_all_heads_is_torchs_own(bias: bool) -> None:
 
 
 @torch.no_grad()
-def test_attention_without_a_head_is_that_of_a_zero_head() -> None:
+def test_attention_without_a_head_is_that_of_a_zero_head():
     full, _ = attention()
     rows = torch.arange(36).view(3, 3, 4)[:, [0, 2]].flatten()
     for part in (full.in_proj_weight, full.in_proj_bias):
@@ -76,17 +76,15 @@ def test_attention_without_a_head_is_that_of_a_zero_head() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"kdim": 6}, {"add_bias_kv": True}, {"add_zero_attn": True}],
-    ids=str,
+    "options", [{"kdim": 6}, {"add_bias_kv": True}, {"add_zero_attn": True}], ids=str
 )
-def test_variants_of_attention_are_refused(options: dict[str, object]) -> None:
+def test_variants_of_attention_are_refused(options):
     model = nn.Sequential(nn.MultiheadAttention(12, 3, **{"batch_first": True, **options}))
     with pytest.raises(ValueError, match="only attention of one width"):
         resize_(model, {"0": {"num_heads": 2}})
 
 
-def test_modules_take_their_sizes() -> None:
+def test_modules_take_their_sizes():
     model = nn.Sequential(
         nn.Conv2d(3, 8, (3, 1), bias=False),
         nn.Conv2d(8, 16, 3, groups=8),
@@ -129,7 +127,7 @@ def test_modules_take_their_sizes() -> None:
     ],
     ids=["linear", "padding", "norm", "attention"],
 )
-def test_nothing_grows_by_a_plan_of_others(module: nn.Module, sizes: dict[str, int]) -> None:
+def test_nothing_grows_by_a_plan_of_others(module, sizes):
     with pytest.raises(ValueError, match=r"not 10{9}|larger than it was|can't (be made|have) 10"):
         resize_(nn.Sequential(module), {"0": sizes})
 
@@ -141,14 +139,14 @@ def write(folder: Path, **changes: object) -> None:
     save_file(model.state_dict(), folder / standalone.MODEL)
 
 
-def test_a_network_is_loaded_for_evaluation(tmp_path: Path) -> None:
+def test_a_network_is_loaded_for_evaluation(tmp_path):
     write(tmp_path)
     model = load(str(tmp_path))
     assert not any(module.training for module in model.modules())
     assert model(torch.zeros(1, 3, 8, 8)).shape == (1, 10)
 
 
-def test_another_format_and_weights_of_other_sizes_are_refused(tmp_path: Path) -> None:
+def test_another_format_and_weights_of_other_sizes_are_refused(tmp_path):
     write(tmp_path, format=99)
     with pytest.raises(ValueError, match="format 99"):
         load(tmp_path)
@@ -158,7 +156,7 @@ def test_another_format_and_weights_of_other_sizes_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", [standalone.PLAN, standalone.MODEL])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, name):
     write(tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
@@ -178,7 +176,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
         {"name": "vit_tiny", "image_size": 8192},
     ],
 )
-def test_a_description_of_no_classifier_or_of_impossible_sizes_is_refused(changes: dict) -> None:
+def test_a_description_of_no_classifier_or_of_impossible_sizes_is_refused(changes):
     description = {"name": "resnet18", "num_classes": 10, "image_size": 32, "stem": "cifar"}
     with pytest.raises(ValueError, match=r"not (a classifier of torchvision|from 1 to)|too many"):
         standalone.build({**description, **changes})

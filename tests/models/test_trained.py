@@ -62,7 +62,7 @@ def same(one: dict, other: dict) -> bool:
         lambda state: {"model_state_dict": state, "optimizer": {"state": {}}},
     ],
 )
-def test_torch_files_of_every_kind_give_the_same_weights(wrap, tmp_path: Path) -> None:
+def test_torch_files_of_every_kind_give_the_same_weights(wrap, tmp_path):
     state = trained().state_dict()
     torch.save(wrap(state), tmp_path / "weights.pt")
     model = resnet()
@@ -71,13 +71,13 @@ def test_torch_files_of_every_kind_give_the_same_weights(wrap, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("read", [digest_of, read_tensors])
-def test_a_pipe_is_no_file_of_weights(read, tmp_path: Path) -> None:
+def test_a_pipe_is_no_file_of_weights(read, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="cannot read weights"):
         read(tmp_path / "pipe")
 
 
-def test_safetensors_of_half_precision_and_without_counters(tmp_path: Path) -> None:
+def test_safetensors_of_half_precision_and_without_counters(tmp_path):
     state = trained().state_dict()
     halves = {k: t.half() for k, t in state.items() if "num_batches" not in k}
     # The name does not say what kind of file it is.
@@ -89,7 +89,7 @@ def test_safetensors_of_half_precision_and_without_counters(tmp_path: Path) -> N
     assert mine["bn1.running_mean"].dtype == torch.float32
 
 
-def test_a_head_of_other_classes_begins_anew() -> None:
+def test_a_head_of_other_classes_begins_anew():
     model, theirs = resnet(7), trained(10).state_dict()
     fresh = {k: t.clone() for k, t in model.state_dict().items()}
     said = fit_(model, theirs, Images(SIDE), "digits.pt")
@@ -98,7 +98,7 @@ def test_a_head_of_other_classes_begins_anew() -> None:
         assert torch.equal(tensor, fresh[key] if key.startswith("fc.") else theirs[key])
 
 
-def test_as_many_other_classes_begin_anew_as_well() -> None:
+def test_as_many_other_classes_begin_anew_as_well():
     model, theirs = resnet(10), trained(10).state_dict()
     said = fit_(model, theirs, Images(SIDE), "digits.pt", others=True)
     assert said == "digits.pt has other classes than the data: layer fc begins anew"
@@ -107,7 +107,7 @@ def test_as_many_other_classes_begin_anew_as_well() -> None:
 
 
 @READS_TORCH_FILES
-def test_a_model_whose_own_names_begin_like_those_of_a_wrapper(tmp_path: Path) -> None:
+def test_a_model_whose_own_names_begin_like_those_of_a_wrapper(tmp_path):
     theirs, model = (torch.nn.ModuleDict({"module": resnet()}) for _ in range(2))
     theirs.forward = model.forward = lambda images: model["module"](images)
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
@@ -125,11 +125,11 @@ def test_a_model_whose_own_names_begin_like_those_of_a_wrapper(tmp_path: Path) -
         ("vit_tiny", "heads.head"),
     ],
 )
-def test_the_head_is_found_whatever_makes_the_classes(name: str, head: str) -> None:
+def test_the_head_is_found_whatever_makes_the_classes(name, head):
     assert find_ends(build_model(name, Images(32, 12)), Images(32)).head == f"{head}.weight"
 
 
-def test_other_shapes_are_refused_with_the_first_few_names() -> None:
+def test_other_shapes_are_refused_with_the_first_few_names():
     with pytest.raises(UserError) as caught:
         fit_(resnet(name="resnet8-w8"), trained().state_dict(), Images(SIDE), "wide.pt")
     text = str(caught.value)
@@ -149,7 +149,7 @@ def test_other_shapes_are_refused_with_the_first_few_names() -> None:
         (lambda s: s.update({"fc.weight": torch.ones(9, 32)}), "fc.weight is [9, 32] there"),
     ],
 )
-def test_what_does_not_fit_is_named(change, word: str) -> None:
+def test_what_does_not_fit_is_named(change, word):
     state = trained().state_dict()
     change(state)
     with pytest.raises(UserError, match=r"^it ") as caught:
@@ -175,9 +175,7 @@ class Harmful:
         ("nothing", "no state dict"),
     ],
 )
-def test_files_of_other_things_are_refused_and_not_executed(
-    content: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_other_things_are_refused_and_not_executed(content, word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "weights.pt"
     if content == "text":
@@ -203,15 +201,13 @@ def test_files_of_other_things_are_refused_and_not_executed(
     assert not (tmp_path / "touched").exists()
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path):
     for read in (digest_of, read_tensors):
         with pytest.raises(UserError, match="No such file"):
             read(tmp_path / "none.pt")
 
 
-def test_torchvisions_weights_come_from_its_cache_with_their_normalisation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchvisions_weights_come_from_its_cache_with_their_normalisation(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
 
     def no_network(*_: object, **__: object) -> None:
@@ -245,7 +241,7 @@ def test_torchvisions_weights_come_from_its_cache_with_their_normalisation(
         assert caught.value.exit_code == USAGE
 
 
-def test_names_of_torchvisions_first_densenets_are_understood() -> None:
+def test_names_of_torchvisions_first_densenets_are_understood():
     model = build_model("densenet121", Images(32, 10))
     state = {k: torch.full_like(t, 2) for k, t in model.state_dict().items()}
     old = {}
@@ -259,9 +255,7 @@ def test_names_of_torchvisions_first_densenets_are_understood() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.9.1+cpu", "2.4.0"])
-def test_a_torch_that_executes_files_reads_safetensors_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+def test_a_torch_that_executes_files_reads_safetensors_alone(tmp_path, monkeypatch, version):
     tensors = {"weight": torch.zeros(2)}
     torch.save(tensors, tmp_path / "weights.pt")
     save_file(tensors, tmp_path / "weights.safetensors")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import cluster as machines
@@ -71,6 +72,23 @@ def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
     assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
 
 
+def count_sent(
+    hosts: Cluster, tasks: list[int], flags: Sequence[str], folder: Path
+) -> tuple[list[dict], list[list[int]]]:
+    """Return the records of a run on hosts with so many tasks, and what the link of each carried.
+
+    The bytes are those of each exchange.
+    """
+    script = str(ROOT / "tests" / "harness" / "count_phase4.py")
+    some = Cluster(hosts.hosts[: len(tasks)], hosts.folder)
+    words = [*mpirun_words(some, tasks), sys.executable, script, str(folder / "sent"), *SMALL]
+    words += [*flags, "--model", "resnet20", "--run-dir", "run"]
+    require(run_on(some, words, folder, LIMIT_S))
+    assert summary(folder / "run")["nodes"] == tasks
+    sent = [json.loads((folder / f"sent-{node}").read_text()) for node in range(len(tasks))]
+    return repeatable_metrics(folder / "run"), sent
+
+
 @pytest.mark.parametrize(
     ("tasks", "flags", "share"),
     [
@@ -85,21 +103,12 @@ def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
     ],
     ids=str,
 )
-def test_the_link_carries_no_more_than_is_enough(
-    tasks: list[int], flags: str, share: float, hosts: Cluster, tmp_path: Path
-) -> None:
-    script = str(ROOT / "tests" / "harness" / "count_phase4.py")
-    given = [*SMALL, *PRUNED, *flags.split(), "--model", "resnet20", "--run-dir", "run"]
-    some = Cluster(hosts.hosts[: len(tasks)], hosts.folder)
-    words = [*mpirun_words(some, tasks), sys.executable, script, str(tmp_path / "sent"), *given]
-    require(run_on(some, words, tmp_path, LIMIT_S))
-    assert summary(tmp_path / "run")["nodes"] == tasks
-    payloads = [record["bytes"]["payload"] for record in repeatable_metrics(tmp_path / "run")]
-    dense = [record["bytes"]["dense"] for record in repeatable_metrics(tmp_path / "run")]
+def test_the_link_carries_no_more_than_is_enough(tasks, flags, share, hosts, tmp_path):
+    records, everyone = count_sent(hosts, tasks, [*PRUNED, *flags.split()], tmp_path)
+    payloads, dense = ([r["bytes"][kind] for r in records] for kind in ("payload", "dense"))
     assert all(p < share * d for p, d in zip(payloads, dense, strict=True))
     nodes = len(tasks)
-    for node in range(nodes):
-        sent = json.loads((tmp_path / f"sent-{node}").read_text())
+    for sent in everyone:
         ratios = [s * nodes / (2 * (nodes - 1) * p) for s, p in zip(sent, payloads, strict=True)]
         # The rest is headers and agreements; what TCP sends again is in some iterations alone.
         assert 0.99 < min(ratios) < 1.05
@@ -111,23 +120,14 @@ def test_the_link_carries_no_more_than_is_enough(
 @pytest.mark.parametrize(
     "flags", ["spardl --spardl-ratio 0.5 --aggregation hierarchical", "gossip"]
 )
-def test_the_link_carries_what_ranks_send_each_other(
-    tasks: list[int], flags: str, hosts: Cluster, tmp_path: Path
-) -> None:
-    script = str(ROOT / "tests" / "harness" / "count_phase4.py")
-    given = [*SMALL, "--method", *flags.split(), "--model", "resnet20", "--run-dir", "run"]
-    some = Cluster(hosts.hosts[: len(tasks)], hosts.folder)
-    words = [*mpirun_words(some, tasks), sys.executable, script, str(tmp_path / "sent"), *given]
-    require(run_on(some, words, tmp_path, LIMIT_S))
-    found, records = summary(tmp_path / "run"), repeatable_metrics(tmp_path / "run")
-    assert found["nodes"] == tasks
+def test_the_link_carries_what_ranks_send_each_other(tasks, flags, hosts, tmp_path):
+    records, everyone = count_sent(hosts, tasks, ["--method", *flags.split()], tmp_path)
     nodes, steps, rounds = len(tasks), 2, len(records)
     # Of an outer iteration, without its statistics: those of resnet20 are 2 of 688 channels.
     statistics = 2 * (nodes - 1) * 4 * 2 * 688 // nodes
     wanted = [(record["bytes"]["sent"] - statistics) / steps for record in records]
     assert min(wanted) > 500_000
-    for node in range(nodes):
-        sent = json.loads((tmp_path / f"sent-{node}").read_text())
+    for sent in everyone:
         assert len(sent) == steps * rounds
         ratios = [s / wanted[step // steps] for step, s in enumerate(sent)]
         assert 0.99 < min(ratios) < 1.05
@@ -136,18 +136,11 @@ def test_the_link_carries_what_ranks_send_each_other(
 
 @pytest.mark.long
 @pytest.mark.parametrize("payload", ["fp32", "int4"])
-def test_the_link_carries_a_message_in_equal_parts(
-    payload: str, hosts: Cluster, tmp_path: Path
-) -> None:
-    script = str(ROOT / "tests" / "harness" / "count_phase4.py")
+def test_the_link_carries_a_message_in_equal_parts(payload, hosts, tmp_path):
     flags = ["--method", "diloco", "--fragments", "2", "--payload", payload, "--bn", "average"]
-    given = [*SMALL, *flags, "--model", "resnet20", "--run-dir", "run"]
-    some = Cluster(hosts.hosts[:2], hosts.folder)
-    words = [*mpirun_words(some, [1, 1]), sys.executable, script, str(tmp_path / "sent"), *given]
-    require(run_on(some, words, tmp_path, LIMIT_S))
-    wanted = [record["bytes"]["sent"] for record in repeatable_metrics(tmp_path / "run")]
-    for node in range(2):
-        sent = json.loads((tmp_path / f"sent-{node}").read_text())
+    records, everyone = count_sent(hosts, [1, 1], flags, tmp_path)
+    wanted = [record["bytes"]["sent"] for record in records]
+    for sent in everyone:
         parts = list(zip(sent[::2], sent[1::2], strict=True))
         # The last outer iteration sends all at its end.
         assert len(parts) == len(wanted) - 1
@@ -158,9 +151,7 @@ def test_the_link_carries_a_message_in_equal_parts(
 
 
 @pytest.mark.any_mpi
-def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
-    hosts: Cluster, whole: Path, tmp_path: Path
-) -> None:
+def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(hosts, whole, tmp_path):
     pair = Cluster(hosts.hosts[:2], hosts.folder)
     words = [*mpirun_words(pair, [2, 2]), *TRAIN, *LONGER]
     flags = ["--run-dir", "run", "--resume"]
@@ -177,9 +168,7 @@ def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["host", "link"])
-def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again(
-    what: str, hosts: Cluster, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_without_a_lost_host_and_takes_it_in_again(what, hosts, tmp_path):
     """A host is killed with MPI's daemon, or its link is cut, of which nobody is told."""
     head, *others = hosts.hosts
     lost, run, away = others[-1], tmp_path / "run", tmp_path / "away"
@@ -228,15 +217,42 @@ def complete(run: Path, nodes: int) -> bool:
     )
 
 
-def test_srun_finds_two_hosts(whole: Path) -> None:
+def test_srun_finds_two_hosts(whole):
     assert complete(whole, 2)
 
 
 @pytest.mark.long
-def test_srun_finds_four_hosts(hosts: Cluster, slurm: dict[str, str], tmp_path: Path) -> None:
+def test_srun_finds_four_hosts(hosts, slurm, tmp_path):
     words = [*srun_words(4, 2), *TRAIN, *SMALL, "--run-dir", "run"]
     require(run_on(hosts, words, tmp_path, LIMIT_S, **slurm))
     assert complete(tmp_path / "run", 4)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of Slurm."""
+
+    number: str
+    folder: Path
+    slurm: dict[str, str]
+    hosts: Cluster
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / f"prunex-{self.number}"
+
+    def log(self) -> str:
+        path = self.folder / "job.out"
+        return path.read_text() if path.exists() else "no output"
+
+    def state(self) -> str:
+        """Return what Slurm says of it; nothing once it has been forgotten."""
+        words = ["squeue", "-h", "-j", self.number, "-o", "%T"]
+        return run_on(self.hosts, words, self.folder, 30, **self.slurm).stdout.strip()
+
+    def control(self, *words: str) -> None:
+        """Run a command of Slurm."""
+        require(run_on(self.hosts, [*words], self.folder, 30, **self.slurm))
 
 
 def submit(
@@ -246,66 +262,49 @@ def submit(
     nodes: int,
     script: str = "train",
     flags: Sequence[str] = LONGER,
-) -> str:
-    """Hand batch/train.sbatch to Slurm, two tasks on each of `nodes`; return the job's number."""
+) -> Job:
+    """Hand a script of batch/ to Slurm, two tasks on each of `nodes`."""
     words = ["sbatch", "--parsable", f"--nodes={nodes}", "--ntasks-per-node=2"]
     words += ["--cpus-per-task=1", "--output=job.out", str(ROOT / "batch" / f"{script}.sbatch")]
     environment = Path(sys.executable).parent.parent
     places = {"PRUNEX_HOME": str(ROOT), "PRUNEX_VENV": str(environment)}
     done = run_on(hosts, [*words, *flags], folder, LIMIT_S, **slurm, **places)
     require(done)
-    return done.stdout.strip()
+    return Job(done.stdout.strip(), folder, slurm, hosts)
 
 
 @pytest.mark.long
-def test_sbatch_requeues_a_preempted_job_which_goes_on(
-    hosts: Cluster, slurm: dict[str, str], whole: Path, tmp_path: Path
-) -> None:
-    number = submit(hosts, slurm, tmp_path, 2)
-    run = tmp_path / "runs" / f"prunex-{number}"
+def test_sbatch_requeues_a_preempted_job_which_goes_on(hosts, slurm, whole, tmp_path):
+    job = submit(hosts, slurm, tmp_path, 2)
+    run = job.run
     metrics = run / "metrics.jsonl"
 
-    def log() -> str:
-        path = tmp_path / "job.out"
-        return path.read_text() if path.exists() else "no output"
-
-    def state() -> str:
-        answer = run_on(hosts, ["squeue", "-h", "-j", number, "-o", "%T %r"], tmp_path, 30, **slurm)
-        return answer.stdout.strip()
-
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, log=log)
-    require(run_on(hosts, ["scontrol", "requeue", number], tmp_path, 30, **slurm))
-    wait_for(lambda: summary(run).get("status") == "preempted", log=log)
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, log=job.log)
+    job.control("scontrol", "requeue", job.number)
+    wait_for(lambda: summary(run).get("status") == "preempted", log=job.log)
     reached = len(repeatable_metrics(run))
     assert reached < 12
     # Slurm holds a requeued job back for a while.
-    wait_for(lambda: state().startswith("PENDING"), log=log)
-    now = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
-    require(run_on(hosts, now, tmp_path, 30, **slurm))
-    wait_for(lambda: summary(run).get("status") == "completed", log=log)
-    assert "restart 1" in log()
-    assert "going on from checkpoint" in log()
+    wait_for(lambda: job.state().startswith("PENDING"), log=job.log)
+    job.control("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+    wait_for(lambda: summary(run).get("status") == "completed", log=job.log)
+    assert "restart 1" in job.log()
+    assert "going on from checkpoint" in job.log()
     assert repeatable_metrics(run) == repeatable_metrics(whole)
 
 
 @pytest.mark.long
-def test_an_allocation_goes_on_without_a_node(
-    hosts: Cluster, slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_allocation_goes_on_without_a_node(hosts, slurm, tmp_path):
     flags = [*LONGER, "--outer-iterations", "30", "--evaluate-every", "30", "--timeout", "15"]
     flags += ["--checkpoint-every", "1"]
-    number = submit(hosts, slurm, tmp_path, 2, "elastic", flags)
-    run = tmp_path / "runs" / f"prunex-{number}"
+    job = submit(hosts, slurm, tmp_path, 2, "elastic", flags)
+    run = job.run
 
-    def log() -> str:
-        path = tmp_path / "job.out"
-        return path.read_text() if path.exists() else "no output"
-
-    wait_for(lambda: list(run.glob("checkpoints/000002-iteration-*[0-9]")), log=log)
+    wait_for(lambda: list(run.glob("checkpoints/000002-iteration-*[0-9]")), log=job.log)
     # The node comes back by itself, but not into the allocation.
     command = f"scontrol update NodeName={hosts.hosts[1].name} State=DOWN Reason=test"
-    require(run_on(hosts, command.split(), tmp_path, 30, **slurm))
-    wait_for(lambda: summary(run).get("status") == "completed", log=log)
+    job.control(*command.split())
+    wait_for(lambda: summary(run).get("status") == "completed", log=job.log)
     (line,) = map(json.loads, (run / "nodes.jsonl").read_text().splitlines())
     assert line["left"] == [hosts.hosts[1].name] and line["ranks"] == 2
     assert line["iteration"] > 1 and line["lost_iterations"] <= 1
@@ -315,27 +314,19 @@ def test_an_allocation_goes_on_without_a_node(
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [[], ["--signal=USR1"]])
 def test_a_cancelled_job_stays_ended_and_one_whose_time_is_over_does_not(
-    hosts: Cluster, slurm: dict[str, str], tmp_path: Path, flags: list[str]
-) -> None:
-    number = submit(hosts, slurm, tmp_path, 1)
-    run = tmp_path / "runs" / f"prunex-{number}"
+    hosts, slurm, tmp_path, flags
+):
+    job = submit(hosts, slurm, tmp_path, 1)
+    run = job.run
 
-    def log() -> str:
-        path = tmp_path / "job.out"
-        return path.read_text() if path.exists() else "no output"
-
-    def state() -> str:
-        answer = run_on(hosts, ["squeue", "-h", "-j", number, "-o", "%T"], tmp_path, 30, **slurm)
-        return answer.stdout.strip()
-
-    wait_for(lambda: (run / "metrics.jsonl").exists() and repeatable_metrics(run), log=log)
-    require(run_on(hosts, ["scancel", *flags, number], tmp_path, 30, **slurm))
-    wait_for(lambda: summary(run).get("status") == "preempted", log=log)
-    wait_for(lambda: state() == ("PENDING" if flags else ""), log=log)
-    assert ("is queued again" in log()) == bool(flags)
-    assert ("stopped after a checkpoint" in log()) != bool(flags)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and repeatable_metrics(run), log=job.log)
+    job.control("scancel", *flags, job.number)
+    wait_for(lambda: summary(run).get("status") == "preempted", log=job.log)
+    wait_for(lambda: job.state() == ("PENDING" if flags else ""), log=job.log)
+    assert ("is queued again" in job.log()) == bool(flags)
+    assert ("stopped after a checkpoint" in job.log()) != bool(flags)
     if flags:
-        require(run_on(hosts, ["scancel", number], tmp_path, 30, **slurm))
+        job.control("scancel", job.number)
 
 
 def wait_for(condition, job: subprocess.Popen | None = None, log=lambda: "") -> None:

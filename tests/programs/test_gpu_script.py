@@ -11,28 +11,21 @@ import torch
 SCRIPT = Path(__file__).resolve().parents[2] / "batch/gpu.sh"
 
 
-def test_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+
+@pytest.mark.parametrize(
+    ("folder", "python", "says"),
+    [
+        ("file/out", "false", "can't be made: name another one"),
+        pytest.param("out", sys.executable, "sees no GPU here; set PYTHON", marks=WITHOUT),
+    ],
+)
+def test_it_says_what_it_lacks(tmp_path, folder, python, says):
     (tmp_path / "file").touch()
+    words, environment = ["bash", str(SCRIPT), str(tmp_path / folder)], {**os.environ}
     result = subprocess.run(
-        ["bash", str(SCRIPT), str(tmp_path / "file/out")],
-        env={**os.environ, "PYTHON": "false"},
-        capture_output=True,
-        text=True,
-        timeout=60,
+        words, env=environment | {"PYTHON": python}, capture_output=True, text=True, timeout=60
     )
-    assert result.returncode == 2
-    assert "can't be made: name another one" in result.stderr
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_it_says_that_there_is_no_gpu(tmp_path: Path) -> None:
-    result = subprocess.run(
-        ["bash", str(SCRIPT), str(tmp_path / "out")],
-        env={**os.environ, "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.returncode == 2
-    assert "sees no GPU here; set PYTHON" in result.stderr
+    assert result.returncode == 2 and says in result.stderr
     assert not result.stdout

@@ -54,7 +54,7 @@ def paths() -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.long
-def test_what_carries_the_messages_does_not_change_the_result(tmp_path: Path) -> None:
+def test_what_carries_the_messages_does_not_change_the_result(tmp_path):
     found = paths()
     if len(found) < 2:
         pytest.skip(f"this MPI has one path only: {', '.join(found)}")

@@ -49,7 +49,7 @@ def path_with(*folders: Path) -> str:
     return os.pathsep.join([*map(str, folders), *rest])
 
 
-def test_the_package_names_its_programs() -> None:
+def test_the_package_names_its_programs():
     done = python("-m", "prunex_mpi")
     assert (done.returncode, done.stderr) == (0, "")
     assert set(PROGRAMS) == {path.stem for path in FOLDER.glob("[!_]*.py")}
@@ -57,7 +57,7 @@ def test_the_package_names_its_programs() -> None:
     assert named == [f"prunex_mpi.{name}" for name in PROGRAMS]
 
 
-def test_arguments_without_a_program_are_refused() -> None:
+def test_arguments_without_a_program_are_refused():
     for words, start in ((["train", "--seed", "1"], "train"), (["--seed"], "PROGRAM")):
         done = python("-m", "prunex_mpi", *words)
         assert (done.returncode, done.stdout) == (USAGE, "")
@@ -65,7 +65,7 @@ def test_arguments_without_a_program_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_tell_of_themselves_without_torch_and_mpi(name: str) -> None:
+def test_programs_tell_of_themselves_without_torch_and_mpi(name):
     for flag, word in (("--help", WORDS[name]), ("--version", __version__)):
         main = f"from prunex_mpi.{name} import main"
         call = f"try:\n    main(['{flag}'])\nexcept SystemExit as left:\n    assert not left.code"
@@ -75,7 +75,7 @@ def test_programs_tell_of_themselves_without_torch_and_mpi(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_wrong_flag_is_one_line(name: str) -> None:
+def test_a_wrong_flag_is_one_line(name):
     folder = ["run"] if name in ("evaluate", "export", "report") else []
     done = python("-m", f"prunex_mpi.{name}", *folder, "--vresion")
     assert done.returncode == USAGE
@@ -85,7 +85,7 @@ def test_a_wrong_flag_is_one_line(name: str) -> None:
 
 
 @pytest.mark.parametrize(("words", "failing"), [*zip(NEEDING_MPI, 2 * NO_LIBRARY, strict=True)])
-def test_a_missing_mpi_library_is_one_line(tmp_path: Path, words: list[str], failing: str) -> None:
+def test_a_missing_mpi_library_is_one_line(tmp_path, words, failing):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py/__init__.py").write_text("")
     (tmp_path / "mpi4py/MPI.py").write_text(failing)
@@ -104,7 +104,7 @@ def test_a_missing_mpi_library_is_one_line(tmp_path: Path, words: list[str], fai
     assert (other.returncode, other.stderr) == (USAGE, "")
 
 
-def test_a_wrong_flag_is_told_without_an_mpi_library(tmp_path: Path) -> None:
+def test_a_wrong_flag_is_told_without_an_mpi_library(tmp_path):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py/__init__.py").write_text(NO_LIBRARY[0])
     done = python("-m", "prunex_mpi.train", "--vresion", PYTHONPATH=path_with(tmp_path))
@@ -129,16 +129,14 @@ assert torch._dynamo.__file__
 
 
 @pytest.mark.long
-def test_the_compiler_that_tests_load_late_is_the_whole_one() -> None:
+def test_the_compiler_that_tests_load_late_is_the_whole_one():
     late = Path(__file__).parents[1] / "harness" / "late_compiler"
     done = python("-c", COMPILING, PYTHONPATH=path_with(late))
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_console_scripts_import_from_the_current_folder_what_is_asked_for(
-    tmp_path: Path, asks: bool
-) -> None:
+def test_console_scripts_import_from_the_current_folder_what_is_asked_for(tmp_path, asks):
     """Only a module that the user names comes from there, and none that is installed."""
     script, here = tmp_path / "bin" / "prunex-train", tmp_path / "here"
     for folder in (script.parent, here):

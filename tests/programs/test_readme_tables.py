@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -48,13 +47,13 @@ def block(kind: str, body: str) -> str:
     return f"before\n<!-- results/a.json: {kind} -->\n{body}<!-- end -->\nafter\n"
 
 
-def test_the_readmes_show_what_was_measured() -> None:
+def test_the_readmes_show_what_was_measured():
     words = [sys.executable, readme_tables.__file__, "--check"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_tables_are_written(results: Path) -> None:
+def test_tables_are_written(results):
     text, problems = readme_tables.renewed(block("results", "old\n"), results)
     assert not problems
     assert text == block(
@@ -67,7 +66,7 @@ def test_tables_are_written(results: Path) -> None:
     assert readme_tables.renewed(text, results) == (text, [])
 
 
-def test_figures_that_no_table_has_are_found(results: Path) -> None:
+def test_figures_that_no_table_has_are_found(results):
     right = block("figures", "dense reaches 65.5 % with 2,048.0 MiB, in 3 of 4 cases\n")
     assert readme_tables.renewed(right, results) == (right, [])
     wrong = block("figures", "dense reaches 65.6 %\n")
@@ -100,9 +99,7 @@ def test_figures_that_no_table_has_are_found(results: Path) -> None:
         "<!-- results/a.json",
     ],
 )
-def test_a_block_that_is_not_closed_is_found_and_swallows_nothing(
-    results: Path, opening: str
-) -> None:
+def test_a_block_that_is_not_closed_is_found_and_swallows_nothing(results, opening):
     whole, _ = readme_tables.renewed(block("results", "old\n"), results)
     between = f"{opening}\n99.9 % of all\n"
     text, problems = readme_tables.renewed(between + block("results", "old\n"), results)
@@ -111,42 +108,3 @@ def test_a_block_that_is_not_closed_is_found_and_swallows_nothing(
     # Nor at the end.
     text, problems = readme_tables.renewed(whole + between, results)
     assert text == whole + between and len(problems) == 1
-
-
-def rewrite(folder: Path, name: str, measured: Callable[[str], dict[str, object]]) -> None:
-    """Write a.json once more as `name`, its rows having `measured` what they are said to."""
-    found = json.loads((folder / "results" / "a.json").read_text())
-    for run in found["comparison"]["outcomes"]:
-        if run["measured"]:
-            run["measured"] |= measured(run["row"])
-    (folder / "results" / name).write_text(json.dumps(found))
-
-
-def test_seconds_are_those_at_the_pace_of_each_link(results: Path) -> None:
-    def ran_for(steps: int, train_s: float) -> Callable[[str], dict[str, object]]:
-        return lambda _: {"steps": steps, "sent_bytes": steps * MIB, "train_s": train_s}
-
-    rewrite(results, "a.json", ran_for(100, 50.0))
-    rewrite(results, "a_at_1_Gbit.json", ran_for(10, 2.0))
-    rewrite(results, "a_at_20_Mbit.json", ran_for(10, 30.0))
-    text, problems = readme_tables.renewed(block("seconds", ""), results)
-    assert not problems
-    assert "| row | 20 Mbit/s | 1 Gbit/s |\n" in text
-    assert "| dense | 300.0 | 20.0 |\n" in text
-
-
-def test_steps_are_those_between_the_last_evaluations(results: Path) -> None:
-    def curve(took: float) -> dict[str, object]:
-        points = ((1, 100 * MIB, 90.0), (2, 104 * MIB, 90.0 + took))
-        keys = ("iteration", "sent_bytes", "train_s")
-        shown = [dict(zip(keys, point, strict=True), accuracy=0.5) for point in points]
-        return {"steps": 4, "curve": shown}
-
-    rewrite(results, "a.json", lambda _: curve(2.0))
-    rewrite(results, "a_at_1_Gbit.json", lambda row: curve(4.0 if row == "dense" else 1.0))
-    text, problems = readme_tables.renewed(block("steps", ""), results)
-    assert not problems
-    assert "| row | MiB | 1 Gbit/s |\n" in text
-    # Of 4 steps, two lie between both evaluations.
-    assert "| dense | 2.0 | 2.00 (1.0) |\n" in text
-    assert "| prunex | 2.0 | 0.50 (4.0) |\n" in text

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from mpi4py import MPI
 
-from prunex_mpi.data import batches
-from prunex_mpi.data import datasets as data
+from prunex_mpi.base.record_keys import RESIDUALS
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 
@@ -31,21 +30,9 @@ pytestmark = pytest.mark.jobs
 QUICK = ["--model", "resnet8", "--outer-iterations", "8", "--ranks-per-node", "2"]
 FULL = Path("/dev/full")
 RECORD = {
-    "iteration",
-    "seconds",
-    "bytes",
-    "density",
-    "mask_drift",
-    "replica_distance",
-    "frozen",
-    "residuals",
-    "rho1",
-    "rho2",
-    "lr",
-    "data_wait_seconds",
-    "train_loss",
-    "test_loss",
-    "test_accuracy",
+    *("iteration", "seconds", "bytes", "density", "mask_drift", "replica_distance", "frozen"),
+    *("residuals", "rho1", "rho2", "lr", "data_wait_seconds"),
+    *("train_loss", "test_loss", "test_accuracy"),
 }
 PHASES = {"local", "intra", "project", "inter", "dual", "evaluate", "setup", "total"}
 
@@ -69,12 +56,7 @@ def test_run_directory_is_complete(finished):
     assert [r["iteration"] for r in records] == list(range(1, 9))
     assert all(set(r) == RECORD for r in records)
     assert all(set(r["seconds"]) == PHASES for r in records)
-    assert set(records[0]["residuals"]) == {
-        "intra_primal",
-        "intra_dual",
-        "inter_primal",
-        "inter_dual",
-    }
+    assert set(records[0]["residuals"]) == set(RESIDUALS)
     config = tomllib.loads((folder / "run/config.toml").read_text())
     assert config["model"] == "resnet8"
     assert {"torch", "mpi", "python", "prunex_mpi"} <= set(config["versions"])
@@ -132,52 +114,9 @@ def test_bytes_are_those_of_the_tensors(finished):
     assert last["bytes"]["intra"] == inside
 
 
-def test_delivered_model_is_the_one_that_was_evaluated(finished):
-    folder, _ = finished
-    tensors = load_file(folder / "run/state.safetensors")
-    model = build_model("resnet8", Images(8, 10))
-    model.load_state_dict(tensors)
-    model.eval()
-    whole = data.load(
-        "digits",
-        data_dir="",
-        train_samples=0,
-        test_samples=0,
-        image_size=0,
-        seed=0,
-        part=(0, 1),
-    )
-    # The run normalised by the training images its four ranks used; the last two digits of 1438
-    # fell to no rank.
-    used = batches.Shard(whole.train.images[: 4 * 359], whole.train.labels[: 4 * 359])
-    mean, std = batches.normalisation(batches.channel_moments(used))
-    correct = 0
-    with torch.no_grad():
-        for images, labels in batches.evaluation_batches(
-            whole.test, batch_size=100, look=batches.Look(mean, std, "cpu")
-        ):
-            correct += int((model(images).argmax(1) == labels).sum())
-    summary = json.loads((folder / "run/summary.json").read_text())
-    assert correct / len(whole.test.labels) == pytest.approx(summary["test_accuracy"], abs=0.003)
-    zero_channels = sum(
-        int((t.abs().sum(dim=(0, 2, 3)) == 0).sum())
-        for n, t in tensors.items()
-        if t.dim() == 4 and n != "conv1.weight"
-    )
-    channels = sum(t.shape[1] for n, t in tensors.items() if t.dim() == 4 and n != "conv1.weight")
-    assert zero_channels == channels // 2
-
-
 def test_closing_table_and_lines(finished):
     _, result = finished
-    for words in (
-        "test accuracy",
-        "parameters",
-        "whole network",
-        "sent",
-        "seconds per phase",
-        "results",
-    ):
+    for words in ("test accuracy", "parameters", "whole network", "seconds per phase", "results"):
         assert words in result.stdout
     assert "2 nodes, 4 ranks" in result.stderr
     assert result.stderr.count("iteration 8/8") == 1
@@ -193,38 +132,20 @@ def test_saved_config_repeats_the_run_exactly(finished):
     assert repeatable_metrics(folder / "run") == repeatable_metrics(folder / "again")
 
 
-@pytest.mark.long
-def test_existing_run_is_not_overwritten(finished):
-    folder, _ = finished
-    before = (folder / "run/summary.json").read_text()
-    result = train(2, ["--outer-iterations", "1", "--run-dir", "run"], folder)
-    assert_refused(result, 2, "already holds a run")
-    assert (folder / "run/summary.json").read_text() == before
-
-
 @pytest.mark.any_mpi
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(
-            "--ranks-per-node 3 --preset paper --outer-iterations 4 --local-epochs 1",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "--ranks-per-node 3 --outer-iterations 4 --amp bf16 --channels-last --penalty balance "
-            "--groups filter shape",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "--outer-iterations 4 --amp fp16 --node-sync outer --mask-agreement or --bn average",
-            marks=pytest.mark.long,
-        ),
+        "--ranks-per-node 3 --amp bf16 --channels-last --penalty balance --groups filter shape",
+        "--amp fp16 --node-sync outer --mask-agreement or --bn average",
     ],
-    ids=["paper-3+1", "bf16-3+1", "fp16-nodes-as-found"],
+    ids=["bf16-3+1", "fp16-nodes-as-found"],
 )
 def test_options_run(tmp_path, flags):
     few = ["--model", "resnet8", "--train-samples", "256", "--test-samples", "64"]
-    result = train(4, [*few, "--run-dir", "run", *flags.split()], tmp_path)
+    few += ["--outer-iterations", "4", "--run-dir", "run"]
+    result = train(4, [*few, *flags.split()], tmp_path)
     assert result.returncode == 0, result.stderr
     records = read_lines(tmp_path / "run/metrics.jsonl")
     assert records[-1]["density"] <= 0.51
@@ -244,17 +165,8 @@ def assert_refused(result, code: int, words: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (["--keep-ration", "0.5"], 2, "--keep-ratio"),
         (["--model", "odd_models:differs_between_ranks"], 2, "differ between ranks"),
-        pytest.param(
-            ["--dataset", "cifar10", "--data-dir", "nowhere"], 3, "nowhere", marks=pytest.mark.long
-        ),
-        pytest.param(
-            ["--dataset", "synthetic", "--train-samples", "1"],
-            2,
-            "2 ranks",
-            marks=pytest.mark.long,
-        ),
+        (["--dataset", "synthetic", "--train-samples", "1"], 2, "2 ranks"),
         (["--model", "odd_models:small", "--lr", "1e18", "--outer-iterations", "2"], 1, "finite"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
@@ -314,38 +226,9 @@ def test_launcher_mismatch_is_refused(tmp_path):
 
 
 @pytest.mark.any_mpi
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "method",
-    ["topk --aggregation hierarchical", "prunex-flat"],
-)
-def test_rivals_leave_the_same_files(tmp_path, method):
-    nodes = [] if method == "prunex-flat" else ["--ranks-per-node", "2"]
-    flags = ["--model", "resnet8", "--outer-iterations", "2", "--run-dir", "run", *nodes]
-    result = train(4, [*flags, "--method", *method.split()], tmp_path)
-    assert result.returncode == 0, result.stderr
-    records = read_lines(tmp_path / "run/metrics.jsonl")
-    assert [set(r) for r in records] == [RECORD, RECORD]
-    assert all(set(r["seconds"]) == PHASES for r in records)
-    for record in records:
-        parts = sum(s for phase, s in record["seconds"].items() if phase != "total")
-        assert min(record["seconds"].values()) >= 0
-        assert parts == pytest.approx(record["seconds"]["total"], rel=0.2, abs=0.05)
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["status"], summary["method"]) == ("completed", method.split()[0])
-    tensors = load_file(tmp_path / "run/state.safetensors")
-    build_model("resnet8", Images(8, 10)).load_state_dict(tensors)
-
-
-@pytest.mark.any_mpi
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "resnet18" else pytest.mark.long) for name in BY_HAND],
-)
-def test_dry_run_counts_without_training(tmp_path, name):
-    dense, half, statistics = BY_HAND[name]
-    stem = "cifar" if name == "resnet18" else "imagenet"
-    arguments = ["--dry-run", "--model", name, "--dataset", "cifar10", "--stem", stem]
+def test_dry_run_counts_without_training(tmp_path):
+    dense, half, statistics = BY_HAND["resnet18"]
+    arguments = ["--dry-run", "--model", "resnet18", "--dataset", "cifar10", "--stem", "cifar"]
     result = train(1, arguments, tmp_path)
     assert result.returncode == 0, result.stderr
     assert f"{dense:,} parameters" in result.stdout
@@ -375,7 +258,7 @@ def test_digits_train_above_95_percent(tmp_path):
 
 @pytest.mark.any_mpi
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
-def test_a_terminal_that_is_gone_makes_no_failure_of_a_complete_run(tmp_path: Path) -> None:
+def test_a_terminal_that_is_gone_makes_no_failure_of_a_complete_run(tmp_path):
     command = [sys.executable, "-m", "prunex_mpi.train", "--model", "resnet8-w4"]
     command += ["--outer-iterations", "2", "--checkpoint-every", "2", "--run-dir", "run"]
     with open(FULL, "w") as full:

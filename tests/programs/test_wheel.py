@@ -57,7 +57,7 @@ def wheel(tree: Path) -> Path:
     return made
 
 
-def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+def test_the_wheel_holds_every_file_of_the_package(wheel):
     sources = {
         str(path.relative_to(CHECKOUT))
         for path in (CHECKOUT / "prunex_mpi").rglob("*.*")
@@ -69,7 +69,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         assert {name for name in archive.namelist() if name.startswith("prunex_mpi/")} == sources
 
 
-def test_the_source_distribution_holds_all_that_its_tests_need(tree: Path) -> None:
+def test_the_source_distribution_holds_all_that_its_tests_need(tree):
     build = "from setuptools.build_meta import build_sdist as build; build('made')"
     wanted = {
         str(path.relative_to(tree))
@@ -85,7 +85,7 @@ def test_the_source_distribution_holds_all_that_its_tests_need(tree: Path) -> No
     assert wanted | {*SOURCES} <= held
 
 
-def test_the_installed_wheel_trains_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_trains_from_another_folder(wheel, tmp_path):
     installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     run(["-m", "pip", "install", "--no-deps", "--target", str(installed), str(wheel)], tmp_path)
     (installed / "sitecustomize.py").write_text(ONLY_THE_WHEEL)

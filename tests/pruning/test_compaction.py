@@ -67,9 +67,7 @@ def masks(groups: Groups, seed: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("length", [5, 2**16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
-def test_expanding_what_was_compacted_is_multiplying_by_the_mask(
-    kinds: tuple[str, ...], dtype: torch.dtype, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expanding_what_was_compacted_is_multiplying_by_the_mask(kinds, dtype, length, monkeypatch):
     monkeypatch.setattr(layouts, "CPU_TILE", length)
     layout, groups = prepare(kinds)
     torch.manual_seed(0)
@@ -103,20 +101,7 @@ def kept_values(masked: torch.Tensor, layout: Layout, plan: Plan) -> torch.Tenso
     return values.sort().values
 
 
-def test_pieces_tile_the_flat_vector_and_the_payload() -> None:
-    layout, groups = prepare(("filter", "shape"))
-    for mask in masks(groups, seed=3):
-        plan = build_plan(layout, groups, mask, CPU)
-        position = start = 0
-        for piece in plan.pieces:
-            assert (piece.offset, piece.start) == (position, start)
-            position, start = position + piece.numel, start + piece.kept
-        assert (position, start) == (layout.numel, plan.numel)
-    dense = build_plan(layout, groups, np.ones(groups.total, dtype=bool), CPU)
-    assert len(dense.pieces) == 1
-
-
-def test_digests_tell_masks_and_layouts_apart() -> None:
+def test_digests_tell_masks_and_layouts_apart():
     layout, groups = prepare(("channel",))
     mask = masks(groups, seed=0)[0]
     digests = [build_plan(layout, groups, mask, CPU).digest]
@@ -144,9 +129,7 @@ def test_digests_tell_masks_and_layouts_apart() -> None:
         ("wide_resnet50_2", "imagenet", 66_854_730),
     ],
 )
-def test_payload_of_real_networks_is_the_count_by_hand(
-    name: str, stem: str, parameters: int
-) -> None:
+def test_payload_of_real_networks_is_the_count_by_hand(name, stem, parameters):
     dense, half, statistics = BY_HAND[name]
     assert dense == parameters
     model = build_without_memory(name, stem)

@@ -1,17 +1,11 @@
 """Networks whose channels meet in LayerNorm, grouped convolutions, attention and cuts."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from coupled_nets import (
-    NETWORKS,
-    SIDE,
-    DroppingAttention,
-    encoder_norm_first,
-)
+from coupled_nets import NETWORKS, SIDE, DroppingAttention, encoder_norm_first
 from masking import draw, mask_
 from odd_models import randomise_, train_returns_nothing
 from torch import nn
@@ -35,16 +29,16 @@ CLASSES = 5
 EXACT = 1e-9
 
 
-def describe(factory) -> dict[str, object]:
-    """Return what a network of `factory` is built by."""
-    name = f"coupled_nets:{factory.__name__}"
-    return {"name": name, "num_classes": CLASSES, "image_size": SIDE, "stem": ""}
+def describe(name: str) -> dict[str, object]:
+    """Return what a network is built by."""
+    sizes = {"num_classes": CLASSES, "image_size": SIDE}
+    return {"name": f"coupled_nets:{name}", **sizes, "stem": ""}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("factory", NETWORKS, ids=lambda f: f.__name__)
-def test_what_is_left_computes_the_same(factory, tmp_path: Path) -> None:
-    description = describe(factory)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_is_left_computes_the_same(name, tmp_path):
+    description = describe(name)
     torch.manual_seed(0)
     model = standalone.build(description).eval().double()
     coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
@@ -75,10 +69,10 @@ def test_what_is_left_computes_the_same(factory, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("factory", NETWORKS, ids=lambda f: f.__name__)
-def test_what_became_smaller_becomes_smaller_again(factory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
     torch.manual_seed(0)
-    model = standalone.build(describe(factory)).eval().double()
+    model = standalone.build(describe(name)).eval().double()
     coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
     randomise_(model)
     first = np.zeros(coupling.total, dtype=bool)
@@ -100,7 +94,7 @@ def test_what_became_smaller_becomes_smaller_again(factory, tmp_path: Path) -> N
     wanted = model(images)
     sizes = json.loads(json.dumps(sizes_in_all(model, before, coupling, second)))
     tensors = smaller_tensors(model, coupling, second)
-    write_network(tmp_path, tensors, {"model": describe(factory), "layers": sizes})
+    write_network(tmp_path, tensors, {"model": describe(name), "layers": sizes})
     found = standalone.load(tmp_path).double()(images)
     limit = EXACT * max(1.0, float(wanted.abs().max()))
     torch.testing.assert_close(found, wanted, rtol=0, atol=limit)
@@ -110,10 +104,10 @@ def test_what_became_smaller_becomes_smaller_again(factory, tmp_path: Path) -> N
     torch.testing.assert_close(model(images), wanted, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("factory", NETWORKS, ids=lambda f: f.__name__)
-def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(factory) -> None:
+@pytest.mark.parametrize("name", NETWORKS)
+def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(name):
     torch.manual_seed(0)
-    model = factory(CLASSES, SIDE)
+    model = standalone.build(describe(name))
     coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
@@ -123,7 +117,7 @@ def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(factory) -> None:
     scores = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
     mask = select(scores, groups.kinds[0], 1.0)
     plan = build_plan(layout, groups, mask, flat.device)
-    assert plan.numel < NETWORKS[factory] * layout.numel
+    assert plan.numel < NETWORKS[name] * layout.numel
     # What travels is what the mask leaves.
     payload, back = torch.empty(plan.numel), torch.empty_like(flat)
     pack_(flat, plan, payload)
@@ -161,7 +155,7 @@ class Beside(nn.Module):
         return self.last((x + self.down(torch.relu(self.up(x)))).mean(dim=1))
 
 
-def test_where_a_modules_code_states_its_width_it_gets_another() -> None:
+def test_where_a_modules_code_states_its_width_it_gets_another():
     model = Beside().eval()
     rules = find_rules(model, Images(4))
     assert rules == Rules()
@@ -169,7 +163,7 @@ def test_where_a_modules_code_states_its_width_it_gets_another() -> None:
     assert {s.name for s in coupling.sets} == {"first.weight", "up.weight", "fixed.into.weight"}
 
 
-def test_a_number_that_counts_two_sizes_gets_both() -> None:
+def test_a_number_that_counts_two_sizes_gets_both():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -185,7 +179,7 @@ def test_a_number_that_counts_two_sizes_gets_both() -> None:
     assert len(coupling.sets) == 3 and coupling.total == 24
 
 
-def test_pieces_lose_channels_apart_and_none_becomes_empty() -> None:
+def test_pieces_lose_channels_apart_and_none_becomes_empty():
     class Pieces(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,11 +198,11 @@ def test_pieces_lose_channels_apart_and_none_becomes_empty() -> None:
 
 
 @torch.no_grad()
-def test_what_only_a_norm_reads_stays() -> None:
+def test_what_only_a_norm_reads_stays():
     model = encoder_norm_first(CLASSES, SIDE).eval()
     coupling = find_coupling_by(model, Images(SIDE), Rules())
-    for name, ids in coupling.columns.items():
-        model.get_parameter(name)[:, torch.from_numpy(ids == 0)] = 0
+    for key, ids in coupling.columns.items():
+        model.get_parameter(key)[:, torch.from_numpy(ids == 0)] = 0
     assert coupling.rows["patch.weight"][0] == 0
     images = torch.randn(2, 3, SIDE, SIDE)
     assert not judge(model, coupling, images).removed.any()
@@ -231,7 +225,7 @@ class Bottleneck(nn.Module):
         return self.last((x + self.attention(self.norm(x))).mean(dim=1))
 
 
-def test_whatever_is_removed_the_code_runs() -> None:
+def test_whatever_is_removed_the_code_runs():
     """Of the width and of the heads the same share goes in the first trial."""
     model = Bottleneck(48, 4).eval()
     rules = find_rules(model, Images(SIDE))
@@ -245,9 +239,7 @@ def test_whatever_is_removed_the_code_runs() -> None:
         assert attempt(model, coupling, removed, Images(SIDE)) is None
 
 
-def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(monkeypatch):
     def stumble(*_: object) -> None:
         raise KeyError("dim")
 
@@ -267,7 +259,7 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(
     assert any("mean mixes it with others" in line for line in coupling.excluded)
 
 
-def test_a_train_that_returns_nothing_is_no_obstacle() -> None:
+def test_a_train_that_returns_nothing_is_no_obstacle():
     model = train_returns_nothing(CLASSES, SIDE)
     model.train()
     rules = find_rules(model, Images(SIDE))
@@ -278,7 +270,7 @@ def test_a_train_that_returns_nothing_is_no_obstacle() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_torch_has_compiled_is_refused_in_one_line(whole: bool) -> None:
+def test_what_torch_has_compiled_is_refused_in_one_line(whole):
     body = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU())
     ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
     if whole:

@@ -209,13 +209,13 @@ STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
         (Branching, {INNER: 6}),
     ],
 )
-def test_channels_that_meet_are_one_set(middle: Callable[[], nn.Module], expected: dict) -> None:
+def test_channels_that_meet_are_one_set(middle, expected):
     model = Body(middle())
     assert sets_of(model) == expected
     assert_exact(model)
 
 
-def test_rows_and_columns_of_a_residual_block() -> None:
+def test_rows_and_columns_of_a_residual_block():
     found = find_coupling(Body(Residual()), Images(SIDE))
     six = list(range(6))
     vectors = ["stem.0.bias", "stem.1.weight", "stem.1.bias"]
@@ -245,18 +245,18 @@ def test_rows_and_columns_of_a_residual_block() -> None:
         (nn.InstanceNorm2d(6, track_running_stats=True), "an InstanceNorm with statistics"),
     ],
 )
-def test_what_would_be_felt_is_never_removed(middle: nn.Module, reason: str) -> None:
+def test_what_would_be_felt_is_never_removed(middle, reason):
     with pytest.raises(UserError, match="no coupled channels can be removed") as caught:
         find_coupling(Body(middle), Images(SIDE))
     assert reason in str(caught.value)
 
 
-def test_plain_rules_know_what_gives_a_shape_alone() -> None:
+def test_plain_rules_know_what_gives_a_shape_alone():
     model = Body(Squeezed(lambda x, y: x * y.expand_as(x)))
     assert {s.name for s in find_coupling(model, Images(SIDE), PLAIN).sets} == {STEM, DOWN}
 
 
-def test_channels_that_became_a_single_group_are_named() -> None:
+def test_channels_that_became_a_single_group_are_named():
     model = Body(Opaque(lambda x: x.view(len(x), 2, 3, SIDE, SIDE)[:, :, 0].repeat(1, 3, 1, 1)))
     found = find_coupling(model, Images(SIDE))
     assert [(s.name, s.count, s.unit) for s in found.sets] == [(STEM, 1, 6)]
@@ -265,7 +265,7 @@ def test_channels_that_became_a_single_group_are_named() -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_attention_offers_its_heads_and_by_plain_rules_keeps_its_width(plain: bool) -> None:
+def test_attention_offers_its_heads_and_by_plain_rules_keeps_its_width(plain):
     model = build_model("vit_b_16", Images(16, 4))
     found = find_coupling(model, Images(16), PLAIN if plain else frozenset())
     names = [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
@@ -287,7 +287,7 @@ def test_attention_offers_its_heads_and_by_plain_rules_keeps_its_width(plain: bo
     assert len(found.inner) == (0 if plain else 2)
 
 
-def test_the_channels_that_a_padded_shortcut_adds_are_sets_of_their_own() -> None:
+def test_the_channels_that_a_padded_shortcut_adds_are_sets_of_their_own():
     found = find_coupling(build_model("resnet20", Images(SIDE, 4)), Images(SIDE))
     streams = [s.count for s in found.sets if s.name.endswith(("conv1.weight", "conv2.weight"))]
     # 16 channels run through all stages, 16 more from the second on, 32 more in the third.
@@ -297,14 +297,14 @@ def test_the_channels_that_a_padded_shortcut_adds_are_sets_of_their_own() -> Non
     assert np.array_equal(wide[16:32], found.rows["layer2.0.conv2.weight"][16:])
 
 
-def test_flattened_channels_take_all_their_columns_along() -> None:
+def test_flattened_channels_take_all_their_columns_along():
     model = nn.Sequential(conv(3, 6), nn.Flatten(), nn.Linear(6 * SIDE**2, 4))
     found = find_coupling(model, Images(SIDE))
     assert np.array_equal(found.columns["2.weight"], np.repeat(np.arange(6), SIDE**2))
     assert_exact(model)
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_left_as_it_was():
     model = Body(Residual()).train()
     model.middle.eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}

@@ -72,7 +72,7 @@ def gates_by_autograd(model: nn.Module, groups: Groups, images: Tensor, labels: 
 
 
 @pytest.mark.parametrize("name", ["resnet8", "depthwise", "vit_tiny"])
-def test_gates_are_derivatives_by_factors_on_what_reads_a_channel(name, monkeypatch) -> None:
+def test_gates_are_derivatives_by_factors_on_what_reads_a_channel(name, monkeypatch):
     model = network(name)
     layout, groups, _ = grouped(model)
     images, labels = torch.randn(5, 3, SIDE, SIDE).double(), torch.tensor([0, 1, 2, 3, 0])
@@ -87,7 +87,7 @@ def test_gates_are_derivatives_by_factors_on_what_reads_a_channel(name, monkeypa
     torch.testing.assert_close(gate_gradients(grad, weights, layout, groups), found)
 
 
-def test_a_channel_that_no_weight_reads_has_its_gate_on_its_rows() -> None:
+def test_a_channel_that_no_weight_reads_has_its_gate_on_its_rows():
     model = network("depthwise")
     layout, groups, _ = grouped(model)
     # Without the linear layer's columns nothing reads the channels.
@@ -108,7 +108,7 @@ def test_a_channel_that_no_weight_reads_has_its_gate_on_its_rows() -> None:
 
 
 @pytest.mark.parametrize("what", ["parameters", "multiply-adds"])
-def test_a_group_costs_what_the_budget_has_more_without_it(what: str) -> None:
+def test_a_group_costs_what_the_budget_has_more_without_it(what):
     model = network("resnet8")
     _, groups, _ = grouped(model, what)
     everything = np.ones(groups.total, dtype=bool)
@@ -119,7 +119,7 @@ def test_a_group_costs_what_the_budget_has_more_without_it(what: str) -> None:
         assert cost(everything, groups) - cost(without, groups) == pytest.approx(found[g])
 
 
-def test_a_budget_buys_the_groups_that_are_worth_most_for_what_they_cost() -> None:
+def test_a_budget_buys_the_groups_that_are_worth_most_for_what_they_cost():
     model = network("resnet8")
     _, groups, _ = grouped(model, "parameters", ratio=0.3)
     price = shares_of_budget(groups)

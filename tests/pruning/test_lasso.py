@@ -14,7 +14,6 @@ from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.lasso import (
     build_lasso,
-    coefficient_for,
     emptied,
     group_norms,
     one_group_per_layer,
@@ -132,14 +131,6 @@ def test_groups_of_each_layer_are_rows_and_columns_of_its_weight(make):
     grad.zero_()
     (0.3 * by_hand).backward()
     torch.testing.assert_close(found, grad, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("share", [0.05, 0.25, 0.9])
-def test_coefficient_gives_the_share(share):
-    loss, norms = torch.tensor(2.3).double(), torch.rand(50).double()
-    coefficient = coefficient_for(share, loss, norms)
-    extra = float(coefficient) * float(norms.double().sum())
-    assert extra / (float(loss) + extra) == pytest.approx(share, rel=1e-12)
 
 
 def test_what_is_emptied_and_what_stays():

@@ -17,7 +17,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.groups import Groups, find_groups, gemm_views, out_of_reach
+from prunex_mpi.pruning.groups import Groups, find_groups, out_of_reach
 from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel, mask_drift
 from prunex_mpi.pruning.projection import group_energies, kept_count, select, with_budget
 
@@ -97,9 +97,7 @@ def naive_support(model: nn.Module, layout: Layout, groups: Groups, mask: np.nda
 
 @pytest.mark.parametrize("kind", ["filter", "channel", "shape"])
 @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.67])
-def test_projection_keeps_alpha_groups_and_the_most_energy_of_all_supports(
-    kind: str, ratio: float
-) -> None:
+def test_projection_keeps_alpha_groups_and_the_most_energy_of_all_supports(kind, ratio):
     model = Convolutions().double()
     layout, groups = prepare(model, [kind], [ratio])
     modules = dict(model.named_modules())
@@ -123,7 +121,7 @@ def test_projection_keeps_alpha_groups_and_the_most_energy_of_all_supports(
 
 
 @pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
-def test_masks_factors_and_counts_agree_with_walking_over_the_groups(kinds: list[str]) -> None:
+def test_masks_factors_and_counts_agree_with_walking_over_the_groups(kinds):
     model = Convolutions()
     layout, groups = prepare(model, kinds)
     torch.manual_seed(0)
@@ -139,17 +137,8 @@ def test_masks_factors_and_counts_agree_with_walking_over_the_groups(kinds: list
     assert groups.prunable_numel == sum(layer.numel for layer in groups.layers)
 
 
-@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
-def test_projection_is_idempotent(kinds: list[str]) -> None:
-    layout, groups = prepare(Convolutions(), kinds)
-    torch.manual_seed(1)
-    once, _ = project(torch.randn(layout.numel), layout, groups)
-    twice, _ = project(once, layout, groups)
-    assert torch.equal(once, twice)
-
-
 @pytest.mark.parametrize("kind", ["filter", "channel", "shape"])
-def test_ties_go_to_the_lower_index_and_never_to_more_groups(kind: str) -> None:
+def test_ties_go_to_the_lower_index_and_never_to_more_groups(kind):
     layout, groups = prepare(Convolutions(), [kind])
     for value in (0.0, 1.0):
         _, mask = project(torch.full((layout.numel,), value), layout, groups)
@@ -159,7 +148,7 @@ def test_ties_go_to_the_lower_index_and_never_to_more_groups(kind: str) -> None:
             assert mask[s.start : s.stop].reshape(s.selections, s.count).tolist() == expected
 
 
-def test_order_of_a_composition_matters() -> None:
+def test_order_of_a_composition_matters():
     model = nn.Sequential(nn.Conv2d(3, 2, 1, bias=False), nn.Conv2d(2, 2, 1, bias=False))
     model.append(nn.Linear(1, 1))
     delivered = {}
@@ -178,36 +167,26 @@ def test_order_of_a_composition_matters() -> None:
     ("count", "ratio", "round_to", "alpha"),
     [
         (30, 0.1, 1, 3),
-        (10, 0.3, 1, 3),
-        (100, 0.07, 1, 7),
-        (100, 0.29, 1, 29),
-        (3, 0.5, 1, 2),
-        (64, 0.5, 1, 32),
         (64, 1e-6, 1, 1),
-        (1, 0.5, 1, 1),
-        (64, 1.0, 1, 64),
         (64, 0.3, 8, 24),
-        (64, 0.25, 8, 16),
         (12, 0.75, 8, 12),
         (4, 0.25, 16, 4),
         (10, 1.0 - 1.0 * (1.0 - 0.3), 1, 3),
         (30, 1.0 - 1.0 * (1.0 - 0.1), 1, 3),
     ],
 )
-def test_kept_count_survives_floats_and_rounds_up(
-    count: int, ratio: float, round_to: int, alpha: int
-) -> None:
+def test_kept_count_survives_floats_and_rounds_up(count, ratio, round_to, alpha):
     assert kept_count(count, ratio, round_to) == alpha
 
 
 @pytest.mark.parametrize("count", [3, 30, 64, 512, 4608, 20480])
-def test_percent_ratios_of_the_keep_ramp_end_at_the_exact_ceiling(count: int) -> None:
+def test_percent_ratios_of_the_keep_ramp_end_at_the_exact_ceiling(count):
     for percent in range(1, 101):
         target = 1.0 - 1.0 * (1.0 - percent / 100)
         assert kept_count(count, target) == max(1, -(-percent * count // 100))
 
 
-def test_strictness_moves_from_dense_to_the_target_and_round_to_applies() -> None:
+def test_strictness_moves_from_dense_to_the_target_and_round_to_applies():
     layout, groups = prepare(Convolutions(), ["channel"], [0.25])
     torch.manual_seed(2)
     energies = np.random.default_rng(0).random(groups.total)
@@ -220,7 +199,7 @@ def test_strictness_moves_from_dense_to_the_target_and_round_to_applies() -> Non
     assert layout.numel > groups.prunable_numel
 
 
-def test_ratios_per_kind_and_per_layer_and_the_last_pattern_wins() -> None:
+def test_ratios_per_kind_and_per_layer_and_the_last_pattern_wins():
     model = Convolutions()
     patterns = [("p*", 0.75), ("plain.*", 0.3), ("grouped.weight", 1.0)]
     layout, groups = prepare(model, ["filter", "channel"], [0.5, 0.25], patterns)
@@ -233,27 +212,7 @@ def test_ratios_per_kind_and_per_layer_and_the_last_pattern_wins() -> None:
     assert found["grouped.weight", "channel"] == 1.0
 
 
-def test_selections_fill_the_mask_without_gaps() -> None:
-    _, groups = prepare(Convolutions(), ["shape", "filter", "channel"])
-    position = 0
-    for selection in itertools.chain(*groups.kinds):
-        assert selection.start == position
-        position = selection.stop
-    assert position == groups.total
-    assert [s[0].kind for s in groups.kinds] == ["shape", "filter", "channel"]
-
-
-def test_gemm_views_share_memory() -> None:
-    layout, groups = prepare(Convolutions(), ["filter"])
-    flat = torch.zeros(layout.numel)
-    views = gemm_views(flat, layout, groups)
-    assert [tuple(v.shape) for v in views[1:4]] == [(1, 3, 16), (1, 4, 5), (2, 2, 6)]
-    for view in views:
-        view.fill_(1)
-    assert int(flat.sum()) == groups.prunable_numel
-
-
-def test_drift_counts_changed_groups_against_kept_ones() -> None:
+def test_drift_counts_changed_groups_against_kept_ones():
     old, new = np.array([1, 1, 0, 0], dtype=bool), np.array([1, 0, 1, 0], dtype=bool)
     assert mask_drift(new, old) == 1.0
     assert mask_drift(old, old) == 0.0
@@ -262,25 +221,16 @@ def test_drift_counts_changed_groups_against_kept_ones() -> None:
 
 
 CLASSES = 7
-CLASSIFIERS = [
-    "convnext_tiny",
-    "densenet121",
-    "efficientnet_b0",
-    "googlenet",
-    "mobilenet_v2",
-    "regnet_y_400mf",
-    "resnet18",
-    "resnext50_32x4d",
-    "shufflenet_v2_x1_0",
-    "squeezenet1_0",
-    "vgg11_bn",
+CLASSIFIERS = (
+    *("convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "mobilenet_v2", "resnet18"),
+    *("regnet_y_400mf", "resnext50_32x4d", "shufflenet_v2_x1_0", "squeezenet1_0", "vgg11_bn"),
     "vit_b_16",
-]
+)
 
 
 @pytest.mark.parametrize("kind", ["filter", "channel", "shape"])
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_every_conv_layer_of_a_classifier_has_groups_or_a_reason(name: str, kind: str) -> None:
+def test_every_conv_layer_of_a_classifier_has_groups_or_a_reason(name, kind):
     options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
     # Without memory where the network allows it: only shapes matter.
     with torch.device("cpu" if name.startswith("regnet") else "meta"):
@@ -308,7 +258,7 @@ def test_every_conv_layer_of_a_classifier_has_groups_or_a_reason(name: str, kind
             assert conv_name not in reasons
 
 
-def test_weights_that_two_layers_share_are_pruned_under_the_first_name() -> None:
+def test_weights_that_two_layers_share_are_pruned_under_the_first_name():
     model = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(4)))
     model[2].weight = model[1].weight
     model[3].weight.requires_grad_(False)
@@ -322,7 +272,7 @@ def test_weights_that_two_layers_share_are_pruned_under_the_first_name() -> None
     )
 
 
-def test_compositions_leave_out_a_kind_that_no_layer_has() -> None:
+def test_compositions_leave_out_a_kind_that_no_layer_has():
     with torch.device("meta"):
         model = torchvision.models.vit_b_16(num_classes=CLASSES)
     _, groups = prepare(model, ["filter", "channel"])
@@ -331,7 +281,7 @@ def test_compositions_leave_out_a_kind_that_no_layer_has() -> None:
     assert len(groups.excluded) == 1
 
 
-def test_classes_are_kept_when_linear_layers_stand_before_a_convolutional_classifier() -> None:
+def test_classes_are_kept_when_linear_layers_stand_before_a_convolutional_classifier():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(4, 4))
     model.append(nn.Conv2d(8, CLASSES, 1))
     layout, groups = prepare(model, ["filter"])
@@ -342,7 +292,7 @@ def test_classes_are_kept_when_linear_layers_stand_before_a_convolutional_classi
     assert [text.split(" ")[0] for text in groups.excluded] == ["3.weight"]
 
 
-def test_frozen_convolutions_are_named_and_stay_the_first() -> None:
+def test_frozen_convolutions_are_named_and_stay_the_first():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     layout, groups = prepare(model, ["channel"])
@@ -359,15 +309,13 @@ def test_frozen_convolutions_are_named_and_stay_the_first() -> None:
         (Convolutions(), ["channel"], [("layer9.*", 0.5)], "no prunable layer matches 'layer9"),
     ],
 )
-def test_nothing_to_prune_is_a_user_error(
-    model: nn.Module, kinds: list[str], patterns: list[tuple[str, float]], message: str
-) -> None:
+def test_nothing_to_prune_is_a_user_error(model, kinds, patterns, message):
     with pytest.raises(UserError, match=message) as caught:
         prepare(model, kinds, by_layer=patterns)
     assert "\n" not in str(caught.value)
 
 
-def test_groups_of_convolutions_that_reach_little_say_so() -> None:
+def test_groups_of_convolutions_that_reach_little_say_so():
     convolutions = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
     layout, groups = prepare(nn.Sequential(*convolutions, nn.Linear(64, 64)), ["channel"])
     line = out_of_reach(groups, layout.numel)
@@ -411,9 +359,7 @@ def coupled_groups(
     return model, layout, groups
 
 
-def test_a_coupled_score_is_the_mean_share_of_its_tensors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_coupled_score_is_the_mean_share_of_its_tensors(monkeypatch):
     model, layout, groups = coupled_groups()
     torch.manual_seed(1)
     flat = torch.randn(layout.numel, dtype=torch.float64)
@@ -439,32 +385,10 @@ def test_a_coupled_score_is_the_mean_share_of_its_tensors(
     np.testing.assert_allclose(again, expected, rtol=1e-12)
 
 
-def test_a_coupled_mask_takes_rows_columns_and_vectors_along() -> None:
-    _, layout, groups = coupled_groups()
-    mask = np.array([1, 0, 1, 0, *(0, 1, 1, 1, 0, 1)], dtype=bool)
-    flat = torch.ones(layout.numel, dtype=torch.float64)
-    apply_factors_(flat, layout, groups, build_factors(mask, groups, flat.device, flat.dtype))
-    views = dict(zip((s.name for s in layout.segments), layout.views(flat), strict=True))
-    four, six = torch.from_numpy(mask[:4]).double(), torch.from_numpy(mask[4:]).double()
-    for name in ("stem.bias", "norm.weight", "norm.bias"):
-        assert torch.equal(views[name], four)
-    for name in ("wide.bias", "depth.bias"):
-        assert torch.equal(views[name], six)
-    assert torch.equal(views["stem.weight"], four.view(4, 1, 1, 1).expand(4, 3, 3, 3))
-    assert torch.equal(views["wide.weight"][..., 0, 0], six[:, None] * four)
-    assert torch.equal(views["depth.weight"], six.view(6, 1, 1, 1).expand(6, 1, 3, 3))
-    assert torch.equal(views["fc.weight"], six.expand(5, 6))
-    assert torch.equal(views["fc.bias"], torch.ones(5, dtype=torch.float64))
-    kept = sum(kept_numel(mask, groups)) + views["fc.bias"].numel()
-    assert kept == int(flat.sum())
-
-
 @pytest.mark.parametrize("keep_by", ["parameters", "multiply-adds"])
 @pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("round_to", [1, 2])
-def test_a_budget_is_spent_on_the_groups_of_highest_score(
-    keep_by: str, ratio: float, round_to: int
-) -> None:
+def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, round_to):
     _, layout, groups = coupled_groups(ratio, keep_by)
     # Of one image of 8x8: the stem at 6x6 positions, 1x1 at 6x6, depthwise at 4x4.
     prices = {"stem.weight": 36, "wide.weight": 36, "depth.weight": 16, "fc.weight": 1}
@@ -495,7 +419,7 @@ def test_a_budget_is_spent_on_the_groups_of_highest_score(
         assert round_to > 1 or cost(larger) > limit
 
 
-def test_rounding_counts_channels_not_heads() -> None:
+def test_rounding_counts_channels_not_heads():
     model = build_model("vit_b_16", Images(16, 2))
     coupling = find_coupling(model, Images(16))
     groups = find_groups(model, build_layout(model), ["coupled"], [0.3], coupling=coupling)
@@ -505,13 +429,13 @@ def test_rounding_counts_channels_not_heads() -> None:
     assert kept == [240, *[4, 928] * 12]
 
 
-def test_a_budget_below_one_channel_per_set_is_refused() -> None:
+def test_a_budget_below_one_channel_per_set_is_refused():
     with pytest.raises(UserError, match=r"0\.01 of the parameters can't be reached: .* raise it"):
         coupled_groups(0.01, "parameters")
 
 
 @pytest.mark.parametrize("floor", [0.3, 0.5])
-def test_a_budget_leaves_every_set_its_floor(floor: float) -> None:
+def test_a_budget_leaves_every_set_its_floor(floor):
     _, _, groups = coupled_groups(0.72, "parameters", floor)
     least = [math.ceil(floor * s.count) for s in groups.kinds[0]]
     reached = set()
@@ -527,6 +451,6 @@ def test_a_budget_leaves_every_set_its_floor(floor: float) -> None:
     assert reached
 
 
-def test_a_floor_that_a_budget_has_no_room_for_is_refused() -> None:
+def test_a_floor_that_a_budget_has_no_room_for_is_refused():
     with pytest.raises(UserError, match=r"raise it, or lower --keep-floor"):
         coupled_groups(0.5, "parameters", 0.9)

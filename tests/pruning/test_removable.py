@@ -18,6 +18,12 @@ from prunex_mpi.pruning.shrink import shrink
 IMAGES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
 def plain(activation: nn.Module | None = None) -> nn.Sequential:
     """Two convolutions of 4 channels, BatchNorm between them, and a classifier."""
     model = nn.Sequential(
@@ -69,8 +75,7 @@ def judged(model: nn.Module) -> tuple[list[int], tuple[str, ...], nn.Module]:
     return gone.tolist(), verdict.stays, smaller
 
 
-@torch.no_grad()
-def test_a_channel_that_nobody_reads_goes() -> None:
+def test_a_channel_that_nobody_reads_goes():
     model = plain()
     model[3].weight[:, 2] = 0
     gone, stays, smaller = judged(model)
@@ -81,8 +86,7 @@ def test_a_channel_that_nobody_reads_goes() -> None:
     assert model[0].weight.shape == (4, 3, 3, 3)
 
 
-@torch.no_grad()
-def test_a_zero_filter_goes_only_where_its_constant_does_not_pass() -> None:
+def test_a_zero_filter_goes_only_where_its_constant_does_not_pass():
     model = plain()
     model[0].weight[:2] = 0
     model[0].bias.zero_()
@@ -95,8 +99,7 @@ def test_a_zero_filter_goes_only_where_its_constant_does_not_pass() -> None:
     )
 
 
-@torch.no_grad()
-def test_a_constant_of_either_sign_stays_without_relu() -> None:
+def test_a_constant_of_either_sign_stays_without_relu():
     model = plain(nn.Identity())
     model[0].weight[:2] = 0
     model[0].bias.zero_()
@@ -105,8 +108,7 @@ def test_a_constant_of_either_sign_stays_without_relu() -> None:
     assert judged(model)[0] == [1]
 
 
-@torch.no_grad()
-def test_one_channel_stays_where_none_is_needed() -> None:
+def test_one_channel_stays_where_none_is_needed():
     model = plain()
     model[3].weight.zero_()
     gone, stays, smaller = judged(model)
@@ -115,16 +117,14 @@ def test_one_channel_stays_where_none_is_needed() -> None:
     assert smaller[0].out_channels == 1
 
 
-@torch.no_grad()
-def test_a_silent_channel_whose_input_is_alive_stays() -> None:
+def test_a_silent_channel_whose_input_is_alive_stays():
     """These images do not show it, others may."""
     model = plain()
     model[1].bias[1] = -1e3
     assert judged(model)[:2] == ([], ())
 
 
-@torch.no_grad()
-def test_channels_that_are_added_go_together() -> None:
+def test_channels_that_are_added_go_together():
     model = Added().eval()
     randomise_(model)
     for layer in (model.a, model.b):
@@ -137,8 +137,7 @@ def test_channels_that_are_added_go_together() -> None:
     )
 
 
-@torch.no_grad()
-def test_channels_with_several_readers_go_when_none_reads_them() -> None:
+def test_channels_with_several_readers_go_when_none_reads_them():
     model = Added().eval()
     randomise_(model)
     for layer in (model.c, model.d):
@@ -147,8 +146,7 @@ def test_channels_with_several_readers_go_when_none_reads_them() -> None:
     assert judged(model)[:2] == ([3], ("2 channels of a: ignored by some but not all of c and d",))
 
 
-@torch.no_grad()
-def test_zeros_inside_channels_stay_and_are_counted() -> None:
+def test_zeros_inside_channels_stay_and_are_counted():
     model = plain()
     model[3].weight[:, 0, :2] = 0
     gone, stays, smaller = judged(model)
@@ -159,8 +157,7 @@ def test_zeros_inside_channels_stay_and_are_counted() -> None:
     assert zeros_that_stay(plain().state_dict()) == []
 
 
-@torch.no_grad()
-def test_zero_filters_that_belong_to_no_group_are_said() -> None:
+def test_zero_filters_that_belong_to_no_group_are_said():
     model = plain(nn.Softplus())
     model[0].weight[1] = 0
     (line,) = judged(model)[1]
@@ -169,7 +166,7 @@ def test_zero_filters_that_belong_to_no_group_are_said() -> None:
 
 
 @pytest.mark.parametrize(("bias", "gone"), [(0.0, [0]), (0.5, [])])
-def test_a_head_of_zero_filters_goes_without_a_bias(bias: float, gone: list[int]) -> None:
+def test_a_head_of_zero_filters_goes_without_a_bias(bias, gone):
     model = standalone.build(
         {"name": "vit_tiny", "num_classes": 2, "image_size": 4, "stem": ""}
     ).eval()
@@ -211,8 +208,7 @@ class Divided(nn.Module):
         return self.last(torch.relu(x).mean(dim=(2, 3)))
 
 
-@torch.no_grad()
-def test_a_channel_that_no_weight_reads_stays_where_all_are_divided_by_their_length() -> None:
+def test_a_channel_that_no_weight_reads_stays_where_all_are_divided_by_their_length():
     model = Divided()
     model.last.weight[:, 2] = 0
     gone, stays, _ = judged(model)
@@ -224,8 +220,7 @@ def test_a_channel_that_no_weight_reads_stays_where_all_are_divided_by_their_len
     assert (gone, stays) == ([2], ())
 
 
-@torch.no_grad()
-def test_a_constant_that_only_a_length_is_made_of_stays() -> None:
+def test_a_constant_that_only_a_length_is_made_of_stays():
     model = Divided()
     model.first.weight[1] = model.first.bias[1] = model.norm.running_mean[1] = 0
     # Nothing of it is left behind the ReLU.

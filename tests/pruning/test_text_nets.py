@@ -1,7 +1,6 @@
 """Coupled groups of networks that read tokens: heads, MLP units, and the width of the stream."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,7 +41,7 @@ NAMES = [
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_left_computes_the_same(name: str, tmp_path: Path) -> None:
+def test_what_is_left_computes_the_same(name, tmp_path):
     model = build(name)
     rules = find_rules(model, TOKENS)
     assert rules == Rules()
@@ -78,7 +77,7 @@ def test_what_is_left_computes_the_same(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*OURS, *FACTORIES])
-def test_half_of_the_groups_leave_little_more_than_a_quarter(name: str) -> None:
+def test_half_of_the_groups_leave_little_more_than_a_quarter(name):
     model = build(name)
     coupling = find_coupling_by(model, TOKENS, Rules())
     layout = build_layout(model)
@@ -93,7 +92,7 @@ def test_half_of_the_groups_leave_little_more_than_a_quarter(name: str) -> None:
     assert plan.numel < layout.numel
 
 
-def test_queries_go_with_the_keys_and_values_that_they_share() -> None:
+def test_queries_go_with_the_keys_and_values_that_they_share():
     model = build("gpt_nano-gqa-rotary")
     coupling = find_coupling_by(model, TOKENS, Rules())
     heads = next(s for s in coupling.sets if s.name.endswith("0.attention.queries.weight"))
@@ -103,7 +102,7 @@ def test_queries_go_with_the_keys_and_values_that_they_share() -> None:
     assert starts == [[64, 64], [32, 32], [32, 32]]
 
 
-def test_norms_are_recognised_by_what_they_compute() -> None:
+def test_norms_are_recognised_by_what_they_compute():
     class Centred(nn.RMSNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x - x.mean(-1, keepdim=True))

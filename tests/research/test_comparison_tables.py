@@ -12,26 +12,17 @@ from prunex_mpi.research.compare.comparison_tables import (
     target_table,
     tuning_table,
 )
-from prunex_mpi.research.compare.outcomes import (
-    Outcome,
-    Point,
-    Quality,
-    Tuning,
-    to_dict,
-)
+from prunex_mpi.research.compare.outcomes import Outcome, Point, Quality, Tuning, to_dict
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.comparisons import MOST_CURVES_DRAWN, curves_of, front, pictures_of
 
 
 def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
     def tuning(row: str, chance: bool, **accuracies: float | None) -> Tuning:
-        runs = [
-            Outcome(
-                row, 1, 0.1, a and replace(RAN, accuracy=a), point={"lr": float(lr[1:]), "x": "a"}
-            )
-            for lr, a in accuracies.items()
-        ]
-        return Tuning(row, tuple(runs), chance)
+        points = [{"lr": float(lr[1:]), "x": "a"} for lr in accuracies]
+        ran = [a and replace(RAN, accuracy=a) for a in accuracies.values()]
+        pairs = zip(ran, points, strict=True)
+        return Tuning(row, tuple(Outcome(row, 1, 0.1, r, point=p) for r, p in pairs), chance)
 
     tunings = (
         tuning("dense", False, _1=0.5, _2=0.75, _4=0.25),
@@ -127,19 +118,11 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
 
 
 def test_rows_have_places_but_for_those_tuned_at_chance():
-    runs = [
-        o
-        for a, row in ((0.5, "a"), (0.6, "b"), (0.5, "c"), (0.7, "d"))
-        for o in outcomes(row, accuracy=a)
-    ]
+    given = zip("abcd", (0.5, 0.6, 0.5, 0.7), strict=True)
+    runs = [run for row, accuracy in given for run in outcomes(row, accuracy=accuracy)]
     tunings = (Tuning("d", (runs[-1],), chance=True), Tuning("a", (runs[0],), chance=False))
     table = results_table(comparison(runs, tunings=tunings))
-    assert {row: cells(table, row)["place"] for row in "abcd"} == {
-        "a": 2,
-        "b": 1,
-        "c": 2,
-        "d": None,
-    }
+    assert [cells(table, row)["place"] for row in "abcd"] == [2, 1, 2, None]
     assert any(note.startswith("d: no better than guessing") for note in table.notes)
 
 

@@ -12,8 +12,8 @@ from prunex_mpi import bench
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.research.figures import run_figures
 from prunex_mpi.research.figures.draw_figure import ratios, scaling
-from prunex_mpi.research.figures.figure_options import FIGURES, parse
-from prunex_mpi.research.figures.run_figures import Drawn, setup_words
+from prunex_mpi.research.figures.figure_options import FIGURES
+from prunex_mpi.research.figures.run_figures import Drawn
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.read_runs import read_run
 
@@ -52,9 +52,7 @@ def below(drawn: Drawn) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("number", [n for n in FIGURES if n not in ("9", "12")])
-def test_each_figure_is_one_command(
-    number: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_each_figure_is_one_command(number, run, tmp_path, capsys):
     file = tmp_path / f"figure {number}.png"
     assert draw(number, run, "--output", file) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
@@ -164,7 +162,7 @@ def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
     return path
 
 
-def test_scaling_is_measured_over_ranks(tmp_path: Path) -> None:
+def test_scaling_is_measured_over_ranks(tmp_path):
     paths = [scaled(tmp_path / str(n), n, 6.0 / n**0.5) for n in (4, 1)]
     with styled():
         drawn = scaling([read_run(path) for path in paths])
@@ -175,15 +173,7 @@ def test_scaling_is_measured_over_ranks(tmp_path: Path) -> None:
     assert panel.lines[0].get_xydata().tolist() == [[1, 1], [4, pytest.approx(2)]]
 
 
-def test_scaling_counts_images_where_steps_are_counted(tmp_path: Path) -> None:
-    # Twice the ranks do twice the work in the same time.
-    paths = [scaled(tmp_path / str(n), n, 6.0, local_steps=4, local_epochs=0) for n in (1, 2)]
-    with styled():
-        drawn = scaling([read_run(path) for path in paths])
-    assert drawn.rows[0].here.startswith("2.00 on 2 times")
-
-
-def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path: Path) -> None:
+def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path):
     given = (
         *((1, {}), (4, {"lr": 0.3, "batch_size": 8, "outer_iterations": 9}), (2, {"seed": 1})),
         *((4, {"payload": "int4"}), (4, {"train_samples": 100})),
@@ -203,7 +193,7 @@ def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path: Path) -> None:
         scaling([runs[0], runs[3]])
 
 
-def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
+def test_ratios_have_the_spread_of_their_seeds(tmp_path):
     runs = []
     for number, (ratio, last) in enumerate(((0.5, 0.8), (0.5, 0.9), (0.25, 0.7))):
         path = make_run(tmp_path / str(number), iterations=4, keep_ratio=[ratio], seed=number)
@@ -221,41 +211,7 @@ def test_ratios_have_the_spread_of_their_seeds(tmp_path: Path) -> None:
     assert found["dense, keep 1"][1] == "85.96 %"
 
 
-def test_runs_of_other_settings_are_curves_of_their_own(tmp_path: Path) -> None:
-    given = (
-        *({"payload": "int8"}, {"payload": "int4"}, {"payload": "int4", "keep_ratio": [0.25]}),
-        *({"method": "topk"}, {"method": "pactrain", "keep_ratio": [0.3]}),
-    )
-    runs = [
-        read_run(make_run(tmp_path / str(number), iterations=4, seed=number, **settings))
-        for number, settings in enumerate(given)
-    ]
-    with styled():
-        found = below(ratios(runs))
-    assert list(found) == [
-        "prunex, channel, payload int8, keep 0.5",
-        "prunex, channel, payload int4, keep 0.25",
-        "prunex, channel, payload int4, keep 0.5",
-        "topk, keep 1",
-        "pactrain, channel, keep 0.3",
-    ]
-    other = [
-        read_run(make_run(tmp_path / f"other{n}", iterations=4, seed=n, momentum=0.5 * n))
-        for n in (0, 1)
-    ]
-    pretrained = [
-        read_run(make_run(tmp_path / f"pre{n}", iterations=4, seed=n, init_from=f"runs/dense-{n}"))
-        for n in (0, 1)
-    ]
-    with styled():
-        assert len(below(ratios([*runs[2:3], *other]))) == 3
-        assert len(below(ratios([*runs[2:3], *pretrained]))) == 2
-    removing = read_run(make_run(tmp_path / "removing", iterations=8, method="prunetrain"))
-    with pytest.raises(UserError, match="keep ratio: prunetrain has none"):
-        ratios([*runs, removing])
-
-
-def test_patterns_are_those_of_the_weights(run: Path) -> None:
+def test_patterns_are_those_of_the_weights(run):
     with styled():
         drawn = run_figures.patterns(read_run(run), ("a", "b.weight"))
     (stripes, dense) = (axes.images[0].get_array() for axes in drawn.figure.axes)
@@ -292,9 +248,7 @@ def test_patterns_are_those_of_the_weights(run: Path) -> None:
         ("5", "required: RUN"),
     ],
 )
-def test_what_cant_be_drawn_is_one_line(
-    arguments: str, words: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cant_be_drawn_is_one_line(arguments, words, run, tmp_path, capsys):
     places = {"RUN": str(run), "NOWHERE": str(tmp_path / "nowhere")}
     for name in ("OLD", "BARE", "DAMAGED", "GOING"):
         if name in arguments:
@@ -310,14 +264,3 @@ def test_what_cant_be_drawn_is_one_line(
     assert code == (
         UNREADABLE if any(n in arguments for n in own) and words != "of one run" else USAGE
     )
-
-
-def test_flags_of_other_figures_are_refused_before_anything_is_read() -> None:
-    with pytest.raises(UserError, match="figures 11 and 13"):
-        parse(["5", "nowhere", "--layers", "a"])
-    assert parse(["6b", "a", "b"]).output == "figure-6b.svg"
-
-
-def test_what_differs_from_the_paper_is_named(run: Path) -> None:
-    words = setup_words(read_run(run), 4)
-    assert words == "resnet20 on digits with 4 ranks, not ResNet-152 on CIFAR-10 with 64 GPUs"

@@ -124,7 +124,7 @@ def test_comparisons_that_differ_in_more_than_rows_are_not_joined(other, word):
         join([comparison(mine), other])
 
 
-def test_files_of_other_images_are_not_joined() -> None:
+def test_files_of_other_images_are_not_joined():
     parts = [comparison(outcomes(row), data=data) for row, data in (("a", "x"), ("b", ""))]
     assert join(parts).data == "x"
     with pytest.raises(UserError, match="--from: the files are of other images"):

@@ -58,65 +58,49 @@ from prunex_mpi.settings.fields import Settings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
-COMMON = {
-    "dataset": "synthetic",
-    "train_samples": 64,
-    "test_samples": 16,
-    "image_size": 8,
-    "batch_size": 4,
-    "outer_iterations": 6,
-    "local_steps": 3,
-    "lr": 0.05,
-}
+COMMON = {"dataset": "synthetic", "train_samples": 64, "test_samples": 16, "image_size": 8}
+COMMON |= {"batch_size": 4, "outer_iterations": 6, "local_steps": 3, "lr": 0.05}
 RAMP = {"warmup_iterations": 1, "keep_ramp_iterations": 2}
 # Older versions of torch have none.
 MUON = "muon" if hasattr(torch.optim, "Muon") else "adamw"
 SCENARIOS = {
     "recipe": {**RAMP, "freeze_iteration": 4, "model_ema_decay": 0.75},
-    "paper": {
-        **RAMP,
-        "preset": "paper",
-        "freeze_iteration": 5,
-        "freeze_drift": -1.0,
-        "groups": ("channel", "filter"),
-    },
-    "fp16": {
-        **RAMP,
-        "amp": "fp16",
-        "groups": ("coupled",),
-        "freeze_iteration": 3,
-        "after_freeze": "admm",
-        "node_sync": "outer",
-    },
-    "flat": {
-        **RAMP,
-        "method": "prunex-flat",
-        "freeze_iteration": 4,
-        "after_freeze": "admm",
-        "payload": "int4",
-    },
+    "paper": dict(
+        RAMP, preset="paper", freeze_iteration=5, freeze_drift=-1.0, groups=("channel", "filter")
+    ),
+    "fp16": dict(
+        RAMP,
+        amp="fp16",
+        groups=("coupled",),
+        freeze_iteration=3,
+        after_freeze="admm",
+        node_sync="outer",
+    ),
+    "flat": dict(
+        RAMP, method="prunex-flat", freeze_iteration=4, after_freeze="admm", payload="int4"
+    ),
     # Exchanges in iterations 3, 5, which freezes, and 6.
-    "apart": {
-        **RAMP,
-        "freeze_iteration": 5,
-        "prunex_t_sync": 3,
-        "evaluate_every": 6,
-        "residuals": "off",
-        "node_sync": "outer",
-        "model_ema_decay": 0.75,
-    },
+    "apart": dict(
+        RAMP,
+        freeze_iteration=5,
+        prunex_t_sync=3,
+        evaluate_every=6,
+        residuals="off",
+        node_sync="outer",
+        model_ema_decay=0.75,
+    ),
     "dense": {"method": "dense"},
     "dense adamw": {"method": "dense", "optimizer": "adamw", "lr": 0.002},
     "topk": {"method": "topk", "aggregation": "hierarchical"},
     # Pruned at the end of the first iteration, stable in the second.
-    "pactrain": {
-        "method": "pactrain",
-        "aggregation": "hierarchical",
-        "pactrain_prune_iteration": 1,
-        "pactrain_stable_window": 2,
-        "pactrain_ternary": True,
-        "bucket_mib": 2**-10,
-    },
+    "pactrain": dict(
+        method="pactrain",
+        aggregation="hierarchical",
+        pactrain_prune_iteration=1,
+        pactrain_stable_window=2,
+        pactrain_ternary=True,
+        bucket_mib=2**-10,
+    ),
     "dgc": {"method": "dgc", "aggregation": "hierarchical", "dgc_ratio": 0.02},
     "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
     "omnireduce": {"method": "omnireduce", "omnireduce_block_size": 16},
@@ -128,35 +112,22 @@ SCENARIOS = {
     "diloco": {"method": "diloco"},
     "diloco adamw": {"method": "diloco", "optimizer": "adamw", "lr": 0.002},
     # MuLoCo.
-    "diloco muon int2": {
-        "method": "diloco",
-        "optimizer": MUON,
-        "inner_momentum": "keep",
-        "payload": "int2",
-        "lr": 0.002,
-    },
+    "diloco muon int2": dict(
+        method="diloco", optimizer=MUON, inner_momentum="keep", payload="int2", lr=0.002
+    ),
     # Its fourth round has six steps.
     "qsr": {"method": "qsr", "qsr_alpha": 0.07},
     "sparseloco": {"method": "sparseloco", "sparseloco_ratio": 0.01, "node_sync": "outer"},
-    "one-shot": {
-        "method": "one-shot",
-        "one_shot_prune_iteration": 4,
-        "groups": ("coupled",),
-        "score": "gates",
-    },
-    "shrunk": {
-        **RAMP,
-        "groups": ("coupled",),
-        "freeze_iteration": 5,
-        "dropped": "shrink",
-        "score": "gates",
-    },
-    "prunetrain": {
-        "method": "prunetrain",
-        "prunetrain_reconfigure_every": 3,
-        "prunetrain_threshold": 0.27,
-        "model_ema_decay": 0.5,
-    },
+    "one-shot": dict(
+        method="one-shot", one_shot_prune_iteration=4, groups=("coupled",), score="gates"
+    ),
+    "shrunk": dict(RAMP, groups=("coupled",), freeze_iteration=5, dropped="shrink", score="gates"),
+    "prunetrain": dict(
+        method="prunetrain",
+        prunetrain_reconfigure_every=3,
+        prunetrain_threshold=0.27,
+        model_ema_decay=0.5,
+    ),
 }
 COVERED = {changes.get("method", "prunex") for changes in SCENARIOS.values()}
 SCENARIOS |= {m.name: {"method": m.name} for m in METHODS if m.name not in COVERED}
@@ -166,24 +137,20 @@ WORKERS_SHARE = ("dgc", "powersgd", "adacgd")
 BEHIND = {"residuals": "off", "evaluate_every": 5, "overlap_steps": 1}
 FEWER_BITS = {
     "int4": {**RAMP, "groups": ("coupled",), "freeze_iteration": 4, "payload": "int4"},
-    "int8sum": {
-        **RAMP,
-        "groups": ("channel",),
-        "freeze_iteration": 4,
-        "after_freeze": "admm",
-        "payload": "int8sum",
-    },
+    "int8sum": dict(
+        RAMP, groups=("channel",), freeze_iteration=4, after_freeze="admm", payload="int8sum"
+    ),
     "diloco int4": {"method": "diloco", "payload": "int4"},
     # What it has dropped is gone from the fourth iteration on.
-    "removed": {
-        **RAMP,
-        "groups": ("coupled",),
-        "freeze_iteration": 3,
-        "remove_dropped": True,
-        "payload": "int4",
-        "score": "gates",
-        "model_ema_decay": 0.75,
-    },
+    "removed": dict(
+        RAMP,
+        groups=("coupled",),
+        freeze_iteration=3,
+        remove_dropped=True,
+        payload="int4",
+        score="gates",
+        model_ema_decay=0.75,
+    ),
 }
 OVERLAPPED = {
     "behind": {**RAMP, **BEHIND, "freeze_iteration": 3},
@@ -213,22 +180,22 @@ for name in ("diloco int4 behind", "one-shot bf16 behind"):
 OVERLAPPED["one-shot bf16 behind"] |= {"one_shot_prune_iteration": 3, "groups": ("coupled",)}
 # Steps 1, 2 and 3 send a part each, or 1 and 3; after the freeze in iteration 3.
 STREAMED = {
-    "diloco int4 in parts": {
-        "method": "diloco",
-        "payload": "int4",
-        "fragments": 3,
-        "overlap_steps": 1,
-        "evaluate_every": 5,
-        "diloco_alpha": 0.5,
-    },
-    "one-shot in parts": {
-        "method": "one-shot",
-        "groups": ("coupled",),
-        "one_shot_prune_iteration": 3,
-        "fragments": 2,
-        "inner_momentum": "reset",
-        "model_ema_decay": 0.75,
-    },
+    "diloco int4 in parts": dict(
+        method="diloco",
+        payload="int4",
+        fragments=3,
+        overlap_steps=1,
+        evaluate_every=5,
+        diloco_alpha=0.5,
+    ),
+    "one-shot in parts": dict(
+        method="one-shot",
+        groups=("coupled",),
+        one_shot_prune_iteration=3,
+        fragments=2,
+        inner_momentum="reset",
+        model_ema_decay=0.75,
+    ),
     "removed int4 in parts": {
         **FEWER_BITS["removed"],
         **BEHIND,
@@ -358,7 +325,7 @@ def assert_same(first: Run, second: Run) -> None:
         ("int4 behind", 2),
     ],
 )
-def test_a_restored_run_goes_on_bit_for_bit(scenario: str, ranks_per_node: int) -> None:
+def test_a_restored_run_goes_on_bit_for_bit(scenario, ranks_per_node):
     with nodes_of(ranks_per_node) as topology, run_directory() as files:
         whole = new_run(topology, scenario)
         expected = list(whole.iterate())
@@ -392,7 +359,7 @@ class StopsAt:
 
 
 @pytest.mark.parametrize("scenario", seldom(SCENARIOS))
-def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -> None:
+def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario):
     nodes = nodes_of(1 if scenario == "flat" else 2)
     with nodes as topology, run_directory() as files:
         whole = new_run(topology, scenario)
@@ -408,7 +375,7 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario: str) -
         assert len(expected) == (5 if scenario.startswith("qsr") else 6)
 
 
-def test_a_run_left_before_the_first_step_begins_the_phase_once() -> None:
+def test_a_run_left_before_the_first_step_begins_the_phase_once():
     """What is dropped is shrunk when the outer iteration begins, not by who leaves there as well.
 
     Outer iteration 4 is the last with groups that are dropped and still there.
@@ -429,9 +396,7 @@ def test_a_run_left_before_the_first_step_begins_the_phase_once() -> None:
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("call", [3, 4, 14])
 @pytest.mark.parametrize("scenario", seldom(OVERLAPPED))
-def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(
-    scenario: str, call: int, ranks_per_node: int
-) -> None:
+def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(scenario, call, ranks_per_node):
     """Before the first step, before the step at which z arrives, and after it."""
     if ranks_per_node > WORLD.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
@@ -455,7 +420,7 @@ def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(
 
 @pytest.mark.parametrize("call", [2, 14])
 @pytest.mark.parametrize("scenario", STREAMED)
-def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario: str, call: int) -> None:
+def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario, call):
     with nodes_of(1) as topology, run_directory() as files:
         whole = new_run(topology, scenario)
         expected = list(whole.iterate())
@@ -474,7 +439,7 @@ def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario: str, call: int) 
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "one-shot", "diloco"])
-def test_evaluation_leaves_training_alone(scenario: str) -> None:
+def test_evaluation_leaves_training_alone(scenario):
     """What is delivered is the same bits however often it is evaluated on the way."""
     with nodes_of(2) as topology:
         often = new_run(topology, scenario, bn="recalibrate")
@@ -492,7 +457,7 @@ def test_evaluation_leaves_training_alone(scenario: str) -> None:
             assert not torch.equal(*found)
 
 
-def test_a_checkpoint_without_what_is_under_way_is_refused() -> None:
+def test_a_checkpoint_without_what_is_under_way_is_refused():
     with nodes_of(1) as topology:
         run = new_run(topology, "int4 behind")
         list(run.iterate(StopsAt(3)))
@@ -508,7 +473,7 @@ def test_a_checkpoint_without_what_is_under_way_is_refused() -> None:
 
 
 @pytest.mark.parametrize("place", [[-1, 0], [0, -1], [0, 10**6]])
-def test_a_place_that_no_data_have_is_refused(place: list[int]) -> None:
+def test_a_place_that_no_data_have_is_refused(place):
     with nodes_of(1) as topology:
         run = new_run(topology, "recipe")
         tensors, numbers = contents(topology, run.state, run.problem)
@@ -522,7 +487,7 @@ def test_a_place_that_no_data_have_is_refused(place: list[int]) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 3])
-def test_weights_that_are_not_trained_come_back(after: int) -> None:
+def test_weights_that_are_not_trained_come_back(after):
     fixed = [name for name, _ in NoisyNet().named_parameters()][:1]
     with run_directory() as files:
         with nodes_of(1) as topology:
@@ -541,9 +506,8 @@ def test_weights_that_are_not_trained_come_back(after: int) -> None:
                 assert not parameter.requires_grad
 
 
-def test_what_nodes_did_apart_is_said_to_be_lost_on_others() -> None:
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
+@pytest.mark.mpi(min_size=2)
+def test_what_nodes_did_apart_is_said_to_be_lost_on_others():
     with run_directory() as files:
         with nodes_of(1) as topology:
             first = new_run(topology, "apart")
@@ -557,11 +521,10 @@ def test_what_nodes_did_apart_is_said_to_be_lost_on_others() -> None:
             assert not new_run(topology, "apart").restore(files).lost
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
 @pytest.mark.parametrize("scenario", ["recipe", "paper", "apart"])
-def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after: int) -> None:
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
+def test_other_nodes_take_over_what_is_common(scenario, before, after):
     # In float64: sums over ranks in another order.
     with run_directory() as files:
         with nodes_of(before) as topology:
@@ -601,6 +564,7 @@ def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after:
                 assert np.abs(total).max() < 1e-12
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("call", [4, 13])
 @pytest.mark.parametrize(
     ("scenario", "before", "after"),
@@ -612,11 +576,9 @@ def test_other_nodes_take_over_what_is_common(scenario: str, before: int, after:
     ],
 )
 def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
-    scenario: str, before: int, after: int, call: int
-) -> None:
+    scenario, before, after, call
+):
     """What has been exchanged becomes part of z; what rounding left over is dealt out."""
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
     with run_directory() as files:
         with nodes_of(before) as topology:
             first = new_run(topology, scenario, torch.float64)
@@ -653,6 +615,7 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
             assert torch.equal(gone, second.state.z)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("method", "aggregation"),
     [
@@ -666,10 +629,7 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
         ("lion", "hierarchical"),
     ],
 )
-def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggregation: str) -> None:
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
-
+def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method, aggregation):
     def own(run: Run) -> np.ndarray:
         memory = run.state.memory
         return np.stack([memory[k].numpy() for k in memory if k.startswith("own.")])
@@ -708,9 +668,8 @@ def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method: str, aggrega
             assert [r["iteration"] for r in second.iterate()] == [4, 5, 6]
 
 
-def test_the_moments_of_adamw_go_to_other_nodes_as_means() -> None:
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
+@pytest.mark.mpi(min_size=2)
+def test_the_moments_of_adamw_go_to_other_nodes_as_means():
     with run_directory() as files:
         with nodes_of(1) as topology:
             first = new_run(topology, "diloco adamw", torch.float64)
@@ -734,11 +693,10 @@ def test_the_moments_of_adamw_go_to_other_nodes_as_means() -> None:
 ADAPTIVE = {"pactrain_adaptive": True, "pactrain_ternary": False, "pactrain_prune_iteration": 0}
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("node_sync", ["step", "outer"])
-def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_sync: str) -> None:
+def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_sync):
     """Steps before and after count alike in a score, whatever the nodes then and now."""
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
     changes = {"groups": ("coupled",), "score": "gates", "node_sync": node_sync}
     with run_directory() as files:
         with nodes_of(1) as topology:
@@ -756,10 +714,9 @@ def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_s
                 np.testing.assert_allclose(found, mean, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("scenario", "changes"), [("diloco", {}), ("pactrain", ADAPTIVE)])
-def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario: str, changes: dict) -> None:
-    if WORLD.size == 1:
-        pytest.skip("one rank makes one kind of node")
+def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario, changes):
     with run_directory() as files:
         with nodes_of(2) as topology:
             first = new_run(topology, scenario, **changes)
@@ -782,7 +739,7 @@ def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario: str, change
                 assert not second.state.z[after["shared.pruned"]].any()
 
 
-def test_a_checkpoint_brings_back_channels_that_went_after_it() -> None:
+def test_a_checkpoint_brings_back_channels_that_went_after_it():
     """A network that becomes smaller is built as it was, larger or smaller than it is now."""
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, "prunetrain")
@@ -822,7 +779,7 @@ def dealt_out_in_turn() -> Iterator[Topology]:
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "paper"])
-def test_nodes_need_not_be_of_consecutive_ranks(scenario: str) -> None:
+def test_nodes_need_not_be_of_consecutive_ranks(scenario):
     if WORLD.size < 4:
         pytest.skip("consecutive ranks anyway")
     with run_directory() as files:
@@ -843,7 +800,7 @@ def test_nodes_need_not_be_of_consecutive_ranks(scenario: str) -> None:
 
 
 @pytest.mark.parametrize(("scenario", "once"), [("recipe", True), ("paper", False)])
-def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario: str, once: bool) -> None:
+def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario, once):
     """Gradients averaged at each step keep them alike, one average per iteration does not."""
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, scenario)
@@ -864,7 +821,7 @@ def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario: str, once: bo
 
 
 @pytest.mark.parametrize("victim", ["first", "last", "manifest"])
-def test_damage_on_one_rank_is_refused_by_all(victim: str) -> None:
+def test_damage_on_one_rank_is_refused_by_all(victim):
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, "recipe")
         iterations = run.iterate()
@@ -899,7 +856,7 @@ def test_damage_on_one_rank_is_refused_by_all(victim: str) -> None:
             assert len(list((files.path / "checkpoints").iterdir())) == 2
 
 
-def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch) -> None:
+def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch):
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, "recipe")
         run.save(files)
@@ -917,9 +874,7 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch) -> N
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_a_slow_disk_of_one_rank_is_no_standstill(
-    ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_disk_of_one_rank_is_no_standstill(ranks_per_node, monkeypatch):
     """Writing and reading take long on the last rank; all go on meanwhile."""
     slow = WORLD.rank == WORLD.size - 1
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1024)
@@ -952,9 +907,7 @@ def test_a_slow_disk_of_one_rank_is_no_standstill(
             heartbeat.check(lambda: second.restore(files))
 
 
-def test_removing_what_is_old_and_comparing_copies_is_no_standstill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_removing_what_is_old_and_comparing_copies_is_no_standstill(monkeypatch):
     """Rank 0 removes what is left, the leader's values travel; all go on meanwhile."""
     unlink, same = os.unlink, np.array_equal
 
@@ -984,7 +937,7 @@ def test_removing_what_is_old_and_comparing_copies_is_no_standstill(
             heartbeat.check(lambda: run.save(files))
 
 
-def test_ranks_agree_on_where_to_stop() -> None:
+def test_ranks_agree_on_where_to_stop():
     """One rank's signal stops all of them at the same step, without waiting for each other."""
     received = ReceivedSignal()
     steps = 0

@@ -3,7 +3,6 @@
 import re
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import own_data
 import pytest
@@ -85,7 +84,7 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
     ],
     ids=lambda x: x["method"] if isinstance(x, dict) else None,
 )
-def test_bytes_are_those_counted_by_hand(changes: dict, counts: list[int]) -> None:
+def test_bytes_are_those_counted_by_hand(changes, counts):
     with nodes_of(2) as topology:
         text = dry_run(make(model="resnet8", **changes), topology)
         assert f"{topology.num_nodes} nodes" in text
@@ -94,14 +93,14 @@ def test_bytes_are_those_counted_by_hand(changes: dict, counts: list[int]) -> No
         assert f"{count:,} B" in text
 
 
-def test_data_sets_of_ones_own_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_sets_of_ones_own_are_looked_at(monkeypatch):
     monkeypatch.setitem(sys.modules, "cifar_of_mine", own_data)
     with nodes_of(2) as topology:
         settings = make(model="resnet8", method="dense", dataset="cifar_of_mine:digits_again")
         assert f"{4 * 75_290:,} B" in dry_run(settings, topology)
 
 
-def test_an_estimate_follows_where_a_link_is_given() -> None:
+def test_an_estimate_follows_where_a_link_is_given():
     flags = {"model": "resnet8", "dry_run": True}
     with nodes_of(1) as topology:
         without = dry_run(make(**flags), topology)
@@ -113,24 +112,11 @@ def test_an_estimate_follows_where_a_link_is_given() -> None:
     assert re.search(rf"fp32 +3 +{4 * payload // 3:,} ", text)
 
 
-SHORT = {
-    "model": "resnet8",
-    "dataset": "synthetic",
-    "image_size": 8,
-    "train_samples": 16,
-    "test_samples": 8,
-    "batch_size": 2,
-    "local_steps": 1,
-    "outer_iterations": 3,
-    "evaluate_every": 3,
-    "device": "cpu",
-}
-PRUNED = {
-    "groups": ("coupled",),
-    "warmup_iterations": 1,
-    "keep_ramp_iterations": 2,
-    "freeze_iteration": 3,
-}
+SHORT = {"model": "resnet8", "dataset": "synthetic", "image_size": 8, "train_samples": 16}
+SHORT |= {"test_samples": 8, "batch_size": 2, "local_steps": 1, "outer_iterations": 3}
+SHORT |= {"evaluate_every": 3, "device": "cpu"}
+PRUNED = {"groups": ("coupled",), "warmup_iterations": 1, "keep_ramp_iterations": 2}
+PRUNED |= {"freeze_iteration": 3}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +124,7 @@ PRUNED = {
     [*({"payload": p, **PRUNED} for p in PAYLOADS), {"payload": "int4", "method": "local-sgd"}],
     ids=lambda c: " ".join(c.get(name, "") for name in ("payload", "method")).strip(),
 )
-def test_bytes_are_those_that_a_run_counts(changes: dict) -> None:
+def test_bytes_are_those_that_a_run_counts(changes):
     settings = make(**SHORT, **changes)
     with nodes_of(1) as topology:
         text = forecast(settings, topology, NOTHING_KNOWN)
@@ -178,9 +164,7 @@ def test_bytes_are_those_that_a_run_counts(changes: dict) -> None:
         ({"loss": "json:none"}, "has no function 'none'"),
     ],
 )
-def test_first_weights_and_loss_are_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, words: str
-) -> None:
+def test_first_weights_and_loss_are_looked_at(tmp_path, monkeypatch, changes, words):
     monkeypatch.chdir(tmp_path)
     for name, stem in (("whole", "cifar"), ("other", "imagenet")):
         model = build_model("resnet18", Images(32, 10), stem=stem)

@@ -46,7 +46,7 @@ def focal(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("loss", "ema"), [(None, 0.0), (focal, 0.0), (None, 0.75)])
-def test_an_own_model_is_pruned_by_an_own_loop(loss, ema) -> None:
+def test_an_own_model_is_pruned_by_an_own_loop(loss, ema):
     data = Data(shard(WORLD.rank), test=shard(100))
     with train.training(WORLD, make(**SHORT, model_ema_decay=ema), own_model(), data, loss) as run:
         records = list(run.outer_iterations())
@@ -75,7 +75,7 @@ class Remembering(nn.Module):
         return self.last
 
 
-def test_a_model_of_float64_that_keeps_a_result_is_delivered() -> None:
+def test_a_model_of_float64_that_keeps_a_result_is_delivered():
     model = nn.Sequential(*own_model(), Remembering()).double()
     with train.training(WORLD, make(**SHORT), model, Data(shard(WORLD.rank))) as run:
         assert len(list(run.outer_iterations())) == 4
@@ -85,7 +85,7 @@ def test_a_model_of_float64_that_keeps_a_result_is_delivered() -> None:
     assert torch.allclose(small(images), delivered(images))
 
 
-def test_a_part_of_the_ranks_can_train() -> None:
+def test_a_part_of_the_ranks_can_train():
     half = WORLD.Split(WORLD.rank % 2)
     settings = make(method="dense", outer_iterations=1, local_steps=1, batch_size=4)
     with train.training(half, settings, own_model(), Data(shard(WORLD.rank))) as run:
@@ -100,9 +100,6 @@ def test_a_part_of_the_ranks_can_train() -> None:
     [
         ({"dataset": "cifar10"}, {}, "dataset means nothing to a run from Python"),
         ({"trace": True}, {}, "trace means nothing to a run from Python"),
-        ({"run_dir": "somewhere"}, {}, "run-dir means nothing to a run from Python"),
-        ({"timeout": 5}, {}, "timeout means nothing to a run from Python"),
-        ({"data_dir": "elsewhere"}, {}, "data-dir means nothing to a run from Python"),
         ({"local_steps": "auto"}, {}, "local-steps auto takes a trial"),
         ({"mixup": 0.2}, {}, "mixup and cutmix are for cross-entropy"),
         ({}, {"images": torch.zeros(4, 3, 8, 8)}, r"images must be uint8 .*, not float32"),
@@ -117,7 +114,7 @@ def test_a_part_of_the_ranks_can_train() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_on_every_rank(changes, data, why) -> None:
+def test_what_does_not_fit_is_refused_on_every_rank(changes, data, why):
     given = {"images": torch.zeros(4, 3, 8, 8).byte(), "labels": torch.zeros(4).long(), **data}
     with (
         pytest.raises(UserError, match=why),
@@ -128,7 +125,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(changes, data, why) -> None:
         pass
 
 
-def test_a_test_set_without_images_is_refused_and_a_share_without_is_not() -> None:
+def test_a_test_set_without_images_is_refused_and_a_share_without_is_not():
     settings = make(method="dense", outer_iterations=1, local_steps=1, batch_size=4)
     with (
         pytest.raises(UserError, match="the test set is empty on all ranks"),
@@ -142,7 +139,7 @@ def test_a_test_set_without_images_is_refused_and_a_share_without_is_not() -> No
 
 
 @pytest.mark.parametrize("output", [torch.zeros(1, 3, 4), torch.zeros(3), (torch.zeros(1, 3),)])
-def test_a_model_that_returns_something_else_is_refused(output) -> None:
+def test_a_model_that_returns_something_else_is_refused(output):
     class Odd(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return output
@@ -155,6 +152,7 @@ def test_a_model_that_returns_something_else_is_refused(output) -> None:
         pass
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("settings", "test", "what"),
     [
@@ -162,9 +160,7 @@ def test_a_model_that_returns_something_else_is_refused(output) -> None:
         (lambda rank: {"local_steps": 2 + rank}, lambda rank: None, "the settings differ between"),
     ],
 )
-def test_ranks_that_would_wait_for_others_for_ever_are_refused(settings, test, what) -> None:
-    if WORLD.size == 1:
-        pytest.skip("there is nobody to differ from")
+def test_ranks_that_would_wait_for_others_for_ever_are_refused(settings, test, what):
     changes = settings(WORLD.rank) if callable(settings) else settings
     data = Data(shard(WORLD.rank), test=test(WORLD.rank))
     with (
@@ -190,7 +186,7 @@ PARTS_OF_ONE = {"batch_size": 8, "grad_accum_steps": 8}
         (PARTS_OF_ONE, flat_model, "grad-accum-steps 8 leaves parts of one image, .*; lower it"),
     ],
 )
-def test_a_step_goes_through_the_network_in_equal_parts(settings, model, why) -> None:
+def test_a_step_goes_through_the_network_in_equal_parts(settings, model, why):
     with (
         pytest.raises(UserError, match=why),
         train.training(WORLD, make(**{**SHORT, **settings}), model(), Data(shard(WORLD.rank))),
@@ -199,15 +195,14 @@ def test_a_step_goes_through_the_network_in_equal_parts(settings, model, why) ->
 
 
 @pytest.mark.parametrize("settings", [ONE_IMAGE, PARTS_OF_ONE])
-def test_maps_of_one_image_are_enough_for_batchnorm(settings) -> None:
+def test_maps_of_one_image_are_enough_for_batchnorm(settings):
     settings = make(**{**SHORT, **settings})
     with train.training(WORLD, settings, own_model(), Data(shard(WORLD.rank))) as run:
         assert len(list(run.outer_iterations())) == settings.outer_iterations
 
 
-def test_ranks_with_more_images_than_others_are_refused() -> None:
-    if WORLD.size == 1:
-        pytest.skip("there is nobody to differ from")
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_more_images_than_others_are_refused():
     data = Data(shard(WORLD.rank, IMAGES + 4 * WORLD.rank))
     with (
         pytest.raises(UserError, match="numbers or sizes of the images to train on"),
@@ -217,7 +212,7 @@ def test_ranks_with_more_images_than_others_are_refused() -> None:
     assert MPI.COMM_WORLD.size == WORLD.size
 
 
-def test_finding_the_classes_leaves_every_module_in_its_mode() -> None:
+def test_finding_the_classes_leaves_every_module_in_its_mode():
     model = own_model()
     model[1].eval()
     assert find_classes(model, SIDE) == CLASSES

@@ -45,7 +45,7 @@ def assert_same(one: tuple, other: tuple) -> None:
 
 
 @pytest.mark.mpi
-def test_own_digits_train_what_the_built_in_ones_train() -> None:
+def test_own_digits_train_what_the_built_in_ones_train():
     with run_folder() as folder:
         plain = run(folder, "plain", dataset="digits", val_split=0.1)
         again = {"dataset": "own_data:digits_again", "val_split": 0.1}
@@ -62,7 +62,7 @@ def test_own_digits_train_what_the_built_in_ones_train() -> None:
 
 
 @pytest.mark.mpi
-def test_own_files_train_what_their_folder_trains_and_are_evaluated() -> None:
+def test_own_files_train_what_their_folder_trains_and_are_evaluated():
     with run_folder() as folder:
         if WORLD.rank == 0:
             write_folder(folder / "data")
@@ -84,7 +84,7 @@ def test_own_files_train_what_their_folder_trains_and_are_evaluated() -> None:
 
 
 @pytest.mark.mpi
-def test_a_run_goes_on_with_the_images_it_began_with_alone() -> None:
+def test_a_run_goes_on_with_the_images_it_began_with_alone():
     with run_folder() as folder:
         if WORLD.rank == 0:
             write_folder(folder / "data")
@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_the_images_it_began_with_alone() -> None:
         ("other_labels_on_rank_1", USAGE, "of own_data:other_labels_on_rank_1 differ between"),
     ],
 )
-def test_what_one_rank_finds_ends_all(name: str, code: int, words: str) -> None:
+def test_what_one_rank_finds_ends_all(name, code, words):
     with run_folder() as folder, pytest.raises(UserError) as caught:
         run(folder, "run", dataset=f"own_data:{name}", train_samples=4)
     assert words in str(caught.value)

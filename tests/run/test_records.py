@@ -10,8 +10,6 @@ import pytest
 from nodes import WORLD, nodes_of
 from small_runs import SCENARIOS, small_run
 
-from mpi4py import MPI
-
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.comm.topology import Topology
@@ -52,9 +50,7 @@ def drive(
     ("scenario", "ranks_per_node"),
     [(scenario, 2) for scenario in SCENARIOS] + [("recipe", 1), ("recipe", 3), ("int4", 3)],
 )
-def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
-    scenario: str, ranks_per_node: int
-) -> None:
+def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(scenario, ranks_per_node):
     each = 1 if scenario == "flat consensus" else ranks_per_node
     with nodes_of(each) as topology:
         for record, row in drive(topology, scenario):
@@ -90,6 +86,7 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
                     assert seconds == [round(s, 6) for s in seconds]
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("scenario", "late", "changes"),
     [
@@ -111,11 +108,7 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(
         ),
     ],
 )
-def test_who_waits_for_a_late_rank_does_not_seem_to_work(
-    scenario: str, late: str, changes: dict[str, Any]
-) -> None:
-    if WORLD.size == 1:
-        pytest.skip("nobody waits")
+def test_who_waits_for_a_late_rank_does_not_seem_to_work(scenario, late, changes):
     with nodes_of(1 if scenario == "flat consensus" else 2) as topology:
         slow = WORLD.size - 1
         heartbeat = Delayed()
@@ -131,9 +124,8 @@ def test_who_waits_for_a_late_rank_does_not_seem_to_work(
         assert WORLD.rank == slow or waited > LEAST_WAIT_S
 
 
-def test_who_works_long_does_not_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    if WORLD.size == 1:
-        pytest.skip("nobody waits")
+@pytest.mark.mpi(min_size=2)
+def test_who_works_long_does_not_seem_to_wait(monkeypatch):
     slow, real = WORLD.size - 1, hsadmm.take_over_
 
     def take_over_(*arguments: Any, **options: Any) -> None:
@@ -154,7 +146,7 @@ def test_who_works_long_does_not_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "flat consensus", "dense"])
-def test_residuals_of_ranks_add_up_to_those_of_the_run(scenario: str) -> None:
+def test_residuals_of_ranks_add_up_to_those_of_the_run(scenario):
     with nodes_of(1 if scenario == "flat consensus" else 2) as topology:
         measured = 0
         for record, row in drive(topology, scenario):
@@ -177,25 +169,7 @@ def test_residuals_of_ranks_add_up_to_those_of_the_run(scenario: str) -> None:
             assert measured == (0 if scenario == "dense" else 2)
 
 
-def test_the_hosts_are_those_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{WORLD.rank}")
-    with nodes_of(2) as topology:
-        rows = RankRecords(topology)
-        rank: dict[str, Any] = {
-            part: dict.fromkeys(RANK_PHASES, 0.0) for part in ("work", "exchange")
-        }
-        rank |= {"broadcast": 0.0, "residuals": {}}
-        row = rows.gather(7, rank)
-        if row is not None:
-            assert row["hosts"] == [f"host-{2 * node}" for node in range(topology.num_nodes)]
-            assert "hosts" not in rows.gather(8, rank)
-        else:
-            rows.gather(8, rank)
-        WORLD.Barrier()
-        assert MPI.COMM_WORLD.size == len(rows.nodes)
-
-
-def test_many_ranks_have_no_row_in_every_outer_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ranks_have_no_row_in_every_outer_iteration(monkeypatch):
     monkeypatch.setattr(records, "RANKS_EACH", 1)
     with nodes_of(2) as topology:
         rows = RankRecords(topology)

@@ -104,7 +104,7 @@ def notes() -> list[dict]:
     return [json.loads(line) for line in Path("run/nodes.jsonl").read_text().splitlines()]
 
 
-def test_a_job_goes_on_where_hosts_answer(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_goes_on_where_hosts_answer(capfd):
     code = go("it 1, it 2, bare 3, down b, exit 137", "bare 3, it 4, sleep 0.2, end 0")
     assert code == 0
     whole = ["a:2,b:2,c:2", "a,b,c", "3", "6", "--run-dir", "run"]
@@ -118,7 +118,7 @@ def test_a_job_goes_on_where_hosts_answer(capfd: pytest.CaptureFixture[str]) -> 
     assert "starting on 2 of 3 hosts: a, c" in capfd.readouterr().err
 
 
-def test_hosts_that_answer_again_are_taken_in_after_a_checkpoint() -> None:
+def test_hosts_that_answer_again_are_taken_in_after_a_checkpoint():
     lines = "down c, it 1, exit 1", "sleep 0.3, up c, usr1 2", "it 50, sleep 0.2, end 0"
     assert go(*lines) == 0
     assert [words[1] for words in starts()] == ["a,b,c", "a,b", "a,b,c"]
@@ -141,22 +141,20 @@ def test_hosts_that_answer_again_are_taken_in_after_a_checkpoint() -> None:
         (["it 1, told node_1_lost:_--min-nodes", "end 0"], 0, 2, ""),
     ],
 )
-def test_codes_and_what_follows(
-    plan: list[str], code: int, count: int, why: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_codes_and_what_follows(plan, code, count, why, capfd):
     assert go(*plan) == code
     assert len(starts()) == count
     assert why in capfd.readouterr().err
 
 
-def test_a_node_that_was_lost_in_place_comes_back_later() -> None:
+def test_a_node_that_was_lost_in_place_comes_back_later():
     assert go("it 1, lost 1, usr1 2", "it 50, sleep 0.2, end 0", flags="--regrow-after 0.2") == 0
     assert [words[1] for words in starts()] == ["a,b,c", "a,b,c"]
     lost, again = notes()
     assert lost["lost_ranks"] == [1] and (again["code"], again["ranks"]) == (75, 6)
 
 
-def test_it_waits_for_enough_hosts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_waits_for_enough_hosts(capfd):
     threading.Timer(0.8, Path("up/b").touch).start()
     code = go("down a, down b, it 1, exit 1", "end 0", flags="--min-hosts 2")
     assert code == 0
@@ -164,19 +162,19 @@ def test_it_waits_for_enough_hosts(capfd: pytest.CaptureFixture[str]) -> None:
     assert "1 of 3 hosts answer: waiting for more" in capfd.readouterr().err
 
 
-def test_a_launcher_that_outlives_its_ranks_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_outlives_its_ranks_is_killed(monkeypatch):
     monkeypatch.setattr(relaunch, "END_S", 0.2)
     monkeypatch.setattr(relaunch, "KILL_S", 0.2)
     assert go("it 1, ended 1", "end 0") == 0
 
 
-def test_a_job_that_does_not_end_after_its_run_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_does_not_end_after_its_run_is_ended(monkeypatch):
     monkeypatch.setattr(relaunch, "END_S", 0.2)
     assert go("it 1, hang 0") == 0
     assert len(starts()) == 1
 
 
-def test_a_rank_that_holds_the_run_is_waited_for() -> None:
+def test_a_rank_that_holds_the_run_is_waited_for():
     hold = "import fcntl, time; f = open('run/lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
     Path("run").mkdir()
     holder = subprocess.Popen([sys.executable, "-c", hold + "print(flush=True); time.sleep(1)"])
@@ -187,9 +185,7 @@ def test_a_rank_that_holds_the_run_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_goes_to_the_job_which_ends_with_a_checkpoint(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_goes_to_the_job_which_ends_with_a_checkpoint(number, tmp_path):
     Path("plan").write_text("usr1 1")
     words = [sys.executable, "-m", "prunex_mpi.elastic", "--hosts", "localhost", "--"]
     words += [sys.executable, "job.py", "{hosts}", "--run-dir", "run"]
@@ -216,18 +212,18 @@ def test_a_signal_goes_to_the_job_which_ends_with_a_checkpoint(
         ("-- mpirun {hosts} --run-dir r", "which hosts?"),
     ],
 )
-def test_what_is_refused(words: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(words, message, monkeypatch):
     for name in ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match=re.escape(message)):
         parse(words.split())
 
 
-def test_hosts_are_read() -> None:
+def test_hosts_are_read():
     assert read_hosts("n-1.x:4, b") == {"n-1.x": 4, "b": 1}
 
 
-def test_slurm_tells_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_slurm_tells_hosts(monkeypatch, tmp_path):
     program = tmp_path / "bin" / "scontrol"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n")

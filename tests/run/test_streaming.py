@@ -35,10 +35,7 @@ SMALL = [
     *("--checkpoint-every", "2"),
 ]
 # With these given no image is looked at before training.
-COLOURS = (
-    *("--image-mean", "0.5", "0.5", "0.5"),
-    *("--image-std", "0.25", "0.25", "0.25"),
-)
+COLOURS = (*("--image-mean", "0.5", "0.5", "0.5"), *("--image-std", "0.25", "0.25", "0.25"))
 
 
 @pytest.fixture
@@ -66,9 +63,7 @@ def assert_same(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["prunex", "dense"])
-def test_a_stream_trains_what_memory_trains(
-    tmp_path: Path, run: Callable[..., int], method: str
-) -> None:
+def test_a_stream_trains_what_memory_trains(tmp_path, run, method):
     assert run("memory", "--method", method, "--data-mode", "memory") == 0
     assert run("stream", "--method", method, "--data-mode", "stream", "--workers", "3") == 0
     assert_same(tmp_path / "memory", tmp_path / "stream")
@@ -82,7 +77,7 @@ def test_a_stream_trains_what_memory_trains(
 
 
 @pytest.mark.usefixtures("leaving_early")
-def test_a_stream_that_was_left_goes_on_exactly(tmp_path: Path, run: Callable[..., int]) -> None:
+def test_a_stream_that_was_left_goes_on_exactly(tmp_path, run):
     assert run("whole", "--data-mode", "memory") == 0
     assert run("run", "--data-mode", "stream", "--time-limit", "1") == 75
     again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
@@ -92,9 +87,7 @@ def test_a_stream_that_was_left_goes_on_exactly(tmp_path: Path, run: Callable[..
 
 
 @pytest.mark.usefixtures("leaving_early")
-def test_a_run_that_goes_on_has_the_colours_it_began_with(
-    tmp_path: Path, run: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_has_the_colours_it_began_with(tmp_path, run, monkeypatch):
     """Other ranks would measure others, on other images."""
     assert run("run", "--time-limit", "1") == 75
     names = checkpoint_files.valid_names(tmp_path / "run")
@@ -109,12 +102,8 @@ def test_a_run_that_goes_on_has_the_colours_it_began_with(
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_damaged_image_ends_the_run_in_one_line_or_is_replaced(
-    tmp_path: Path,
-    pictures: Path,
-    run: Callable[..., int],
-    capfd: pytest.CaptureFixture[str],
-    split: str,
-) -> None:
+    tmp_path, pictures, run, capfd, split
+):
     victim = damage(sorted((pictures / split / "bee").iterdir())[2])
     capfd.readouterr()
     assert run("run", "--data-mode", "stream", *COLOURS) == UNREADABLE
@@ -131,8 +120,8 @@ def test_a_damaged_image_ends_the_run_in_one_line_or_is_replaced(
 
 
 def test_a_damaged_test_image_is_found_where_test_images_were_kept_back(
-    tmp_path: Path, pictures: Path, run: Callable[..., int], capfd: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, pictures, run, capfd
+):
     """Nobody looks at test images before the end then."""
     victim = damage(sorted((pictures / "test/bee").iterdir())[2])
     flags = ("--data-mode", "stream", *COLOURS, "--val-split", "0.2")
@@ -141,9 +130,7 @@ def test_a_damaged_test_image_is_found_where_test_images_were_kept_back(
     assert not (tmp_path / "run/summary.json").exists()
 
 
-def test_nothing_is_said_of_weights_that_were_judged_on_damaged_images(
-    tmp_path: Path, pictures: Path, run: Callable[..., int]
-) -> None:
+def test_nothing_is_said_of_weights_that_were_judged_on_damaged_images(tmp_path, pictures, run):
     whole = ("--data-mode", "stream", *COLOURS, "--outer-iterations", "1")
     assert run("first", *whole) == 0
     damage(sorted((pictures / "test/bee").iterdir())[2])
@@ -158,33 +145,26 @@ def test_nothing_is_said_of_weights_that_were_judged_on_damaged_images(
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[Path]:
-    """Have one image folder that all ranks see."""
+def files(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Have the settings of a stream of one image folder that all ranks see."""
     path = broadcast_text(WORLD, str(write_folder(tmp_path / "p")) if WORLD.rank == 0 else "")
-    yield Path(path)
+    files = {"dataset": "imagefolder", "data_dir": path, "data_mode": "stream"}
+    yield files | {"train_samples": 0, "test_samples": 0, "image_size": 0}
     WORLD.Barrier()
+
+
+GREY = {"image_mean": (0.5,) * 3, "image_std": (0.25,) * 3, "evaluate_every": 3}
 
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("scenario", ["recipe", "local sgd", "flat consensus", "dense", "behind"])
-def test_an_image_that_one_rank_cannot_read_ends_all(shared: Path, scenario: str) -> None:
-    files: dict[str, Any] = {
-        "dataset": "imagefolder",
-        "data_dir": str(shared),
-        "data_mode": "stream",
-        "train_samples": 0,
-        "test_samples": 0,
-        "image_size": 0,
-        "image_mean": (0.5,) * 3,
-        "image_std": (0.25,) * 3,
-        "evaluate_every": 3,
-    }
+def test_an_image_that_one_rank_cannot_read_ends_all(files, scenario):
     each = 1 if scenario == "flat consensus" else 2
     with (
         nodes_of(each) as topology,
         pytest.raises(UserError) as caught,
-        small_run(topology, scenario, **files) as context,
+        small_run(topology, scenario, **files, **GREY) as context,
     ):
         images = context.problem.train_shard.images
         if WORLD.rank == WORLD.size - 1:
@@ -199,11 +179,7 @@ def test_an_image_that_one_rank_cannot_read_ends_all(shared: Path, scenario: str
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
-    files |= {"data_mode": "stream", "train_samples": 0, "test_samples": 0, "image_size": 0}
+def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
     with (
         nodes_of(2) as topology,
         small_run(topology, "recipe", local_steps=10**6, **files) as context,
@@ -222,9 +198,7 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> None:
-    files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
-    files |= {"data_mode": "stream", "train_samples": 0, "test_samples": 0, "image_size": 0}
+def test_statistics_of_damaged_images_are_refused_by_all_ranks(files):
     files |= {"model": "resnet8-w4"}
     with nodes_of(2) as topology, small_run(topology, "recipe", **files) as context:
         images = context.problem.train_shard.images
@@ -235,21 +209,14 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(shared: Path) -> 
     assert caught.value.exit_code == UNREADABLE
 
 
-GRASP = {"pactrain_score": "grasp", "keep_ratio": (0.1,), "evaluate_every": 3}
-
-
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(files, monkeypatch):
     monkeypatch.setattr(pactrain_samples, "SAMPLES", 2)
-    files: dict[str, Any] = {"dataset": "imagefolder", "data_dir": str(shared)}
-    files |= {"train_samples": 0, "test_samples": 0, "image_size": 0}
-    files |= {"image_mean": (0.5,) * 3, "image_std": (0.25,) * 3}
     found = []
     for mode in ("memory", "stream"):
-        changes = {**files, **GRASP, "data_mode": mode}
+        changes = {**files, **GREY, "data_mode": mode}
+        changes |= {"pactrain_score": "grasp", "keep_ratio": (0.1,)}
         with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as context:
             list(driver_of(context.settings).outer_iterations(topology, context))
             found.append(context.state.z.clone())

@@ -85,7 +85,7 @@ def kill_rank(run: Path, rank: int, job: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.jobs
-def test_the_others_go_on_without_a_node_and_rank_0(tmp_path: Path) -> None:
+def test_the_others_go_on_without_a_node_and_rank_0(tmp_path):
     fault = {"rank": 1, "at": PLACES["step"][0], "call": 8}
     # What is left is smaller than a virtual node.
     code, text = run_with_fault(3, fault, ["--ranks-per-node", "2"], tmp_path)
@@ -102,7 +102,7 @@ def test_the_others_go_on_without_a_node_and_rank_0(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("place", [name for name in PLACES if name != "start"])
-def test_a_node_may_be_lost_at_any_time(tmp_path: Path, place: str, rank: int) -> None:
+def test_a_node_may_be_lost_at_any_time(tmp_path, place, rank):
     at, flags = PLACES[place]
     call = {"end": 1, "freeze": 1, "removal": 1, "checkpoint": 2, "evaluation": 2}.get(place, 3)
     fault = {"rank": rank, "at": at, "call": call}
@@ -115,7 +115,7 @@ def test_a_node_may_be_lost_at_any_time(tmp_path: Path, place: str, rank: int) -
 
 @pytest.mark.jobs
 @pytest.mark.long
-def test_another_node_may_be_lost_as_the_others_recover(tmp_path: Path) -> None:
+def test_another_node_may_be_lost_as_the_others_recover(tmp_path):
     at = "prunex_mpi.run.kept:put_common"
     fault = {"rank": 2, "at": at, "call": 1, "side": "before", "what": "kill"}
     fault["mark"] = str(tmp_path / "mark")
@@ -131,7 +131,7 @@ def test_another_node_may_be_lost_as_the_others_recover(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.long
-def test_a_node_that_is_lost_before_training_ends_the_job(tmp_path: Path) -> None:
+def test_a_node_that_is_lost_before_training_ends_the_job(tmp_path):
     fault = {"rank": 1, "at": PLACES["start"][0], "call": 1}
     code, text = run_with_fault(3, fault, ["--ranks-per-node", "1"], tmp_path)
     assert code == 1 and "rank 1 was lost before training began; start the job again" in text
@@ -139,7 +139,7 @@ def test_a_node_that_is_lost_before_training_ends_the_job(tmp_path: Path) -> Non
 
 @pytest.mark.jobs
 @pytest.mark.long
-def test_below_the_least_number_of_nodes_it_ends_with_a_checkpoint(tmp_path: Path) -> None:
+def test_below_the_least_number_of_nodes_it_ends_with_a_checkpoint(tmp_path):
     fault = {"rank": 1, "at": PLACES["step"][0], "call": 8}
     flags = ["--ranks-per-node", "1", "--min-nodes", "2"]
     code, text = run_with_fault(2, fault, flags, tmp_path)
@@ -153,7 +153,7 @@ def test_below_the_least_number_of_nodes_it_ends_with_a_checkpoint(tmp_path: Pat
 
 @pytest.mark.jobs
 @pytest.mark.long
-def test_without_a_loss_no_bit_is_another(tmp_path: Path) -> None:
+def test_without_a_loss_no_bit_is_another(tmp_path):
     for name, flags in (("stop", []), ("continue", CONTINUE)):
         flags = [*SMALL, "--ranks-per-node", "1", "--run-dir", name, *flags]
         job = start(2, ["-m", "prunex_mpi.train", *flags], tmp_path)
@@ -164,7 +164,7 @@ def test_without_a_loss_no_bit_is_another(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.long
-def test_a_node_of_two_goes_on_alone_and_has_the_other_one_again(tmp_path: Path) -> None:
+def test_a_node_of_two_goes_on_alone_and_has_the_other_one_again(tmp_path):
     """The launcher starts the job again with the lost process, from a checkpoint of the one."""
     length = 2000
     flags = [*SMALL, *CONTINUE, "--outer-iterations", str(length), "--ranks-per-node", "1"]
@@ -185,7 +185,7 @@ def test_a_node_of_two_goes_on_alone_and_has_the_other_one_again(tmp_path: Path)
 
 
 @pytest.mark.jobs
-def test_an_mpi_that_can_t_go_on_is_refused(tmp_path: Path) -> None:
+def test_an_mpi_that_can_t_go_on_is_refused(tmp_path):
     done = train(2, [*SMALL, *CONTINUE, "--run-dir", "run"], tmp_path)
     assert done.returncode == 2
     assert "start it with Open MPI's mpirun --with-ft ulfm, or leave it away" in done.stderr
@@ -193,7 +193,7 @@ def test_an_mpi_that_can_t_go_on_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.jobs
-def test_drawn_losses(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_drawn_losses(tmp_path, request):
     """A loss in any place, of a third of them with another one as the rest recover: no hang, and
     the run comes to its end, or says why not and goes on with --resume.
     """

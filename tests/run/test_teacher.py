@@ -1,7 +1,6 @@
 """Runs that learn from a trained network: the same one on every rank, and as it was trained."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from jobs import metrics_of, run_folder, run_job_here
 from nodes import WORLD, nodes_of
 from safetensors.torch import load_file, save_file
-from small_runs import COMMON, SCENARIOS, small_run
+from small_runs import COMMON, DRIVERS, small_run
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.cli import parse
@@ -17,7 +16,6 @@ from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.core.steps import forward, next_batch
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.run import pretrained
 
 pytestmark = pytest.mark.any_mpi
 MODEL = "resnet8-w4"
@@ -37,8 +35,8 @@ def run_settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("scenario", [*SCENARIOS])
-def test_every_rank_learns_from_the_network_of_a_file(scenario: str) -> None:
+@pytest.mark.parametrize("scenario", DRIVERS)
+def test_every_rank_learns_from_the_network_of_a_file(scenario):
     with run_folder() as folder:
         path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
         wanted = load_file(path)
@@ -59,7 +57,7 @@ def test_every_rank_learns_from_the_network_of_a_file(scenario: str) -> None:
 
 
 @pytest.mark.mpi
-def test_a_run_teaches_one_of_another_model_as_it_saw_images() -> None:
+def test_a_run_teaches_one_of_another_model_as_it_saw_images():
     with run_folder() as folder:
         assert run_job_here(make(**run_settings(folder / "teacher", **PAINTED))) == 0
         weights = load_file(folder / "teacher/state.safetensors")
@@ -76,7 +74,7 @@ def test_a_run_teaches_one_of_another_model_as_it_saw_images() -> None:
 
 
 @pytest.mark.mpi
-def test_a_taught_run_goes_on_as_if_it_had_not_ended_and_with_its_teacher_alone() -> None:
+def test_a_taught_run_goes_on_as_if_it_had_not_ended_and_with_its_teacher_alone():
     with run_folder() as folder:
         path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
         run = folder / "run"
@@ -122,7 +120,7 @@ def unfinished(folder: Path) -> str:
         (unfinished, "did not end well"),
     ],
 )
-def test_what_can_not_teach_ends_the_job_on_every_rank(prepare, reason: str) -> None:
+def test_what_can_not_teach_ends_the_job_on_every_rank(prepare, reason):
     with run_folder() as folder:
         path = WORLD.bcast(prepare(folder) if WORLD.rank == 0 else None)
         WORLD.Barrier()
@@ -133,22 +131,3 @@ def test_what_can_not_teach_ends_the_job_on_every_rank(prepare, reason: str) -> 
         ):
             pass
         WORLD.Barrier()
-
-
-def test_a_network_of_other_classes_is_no_teacher() -> None:
-    network = build_model(MODEL, Images(8, 7))
-    data = SimpleNamespace(sizes=Images(8, 10).sizes)
-    with pytest.raises(UserError, match=r"--teacher runs/x does not fit 10 classes of 8x8 images"):
-        pretrained._try_outputs(network, data, "runs/x")
-    pretrained._try_outputs(network, SimpleNamespace(sizes=Images(8, 7).sizes), "runs/x")
-
-
-def test_a_teacher_of_other_classes_by_name_is_refused() -> None:
-    data = SimpleNamespace(class_names=("ant", "bee"))
-    for known in ([], ["ant", "bee"]):
-        pretrained._refuse_other_classes(known, data, "runs/x")
-    pretrained._refuse_other_classes(["ant"], SimpleNamespace(class_names=()), "runs/x")
-    with pytest.raises(
-        UserError, match="runs/x knows other classes: 'cat' where the data have 'bee'"
-    ):
-        pretrained._refuse_other_classes(["ant", "cat"], data, "runs/x")

@@ -81,9 +81,7 @@ def assert_nested(events: list[dict[str, Any]]) -> None:
         ),
     ],
 )
-def test_it_has_all_ranks_with_events_that_nest_and_all_bytes(
-    scenario: str, ranks_per_node: int
-) -> None:
+def test_it_has_all_ranks_with_events_that_nest_and_all_bytes(scenario, ranks_per_node):
     with run_directory() as files:
         records = traced(files, scenario, ranks_per_node)
         sums = everyones([sum(record["bytes"][kind] for record in records) for kind in KINDS])
@@ -122,7 +120,7 @@ def test_it_has_all_ranks_with_events_that_nest_and_all_bytes(
         assert sums[0] == [sum(record["bytes"][kind] for record in metrics) for kind in KINDS]
 
 
-def test_the_ranks_have_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_have_one_clock(monkeypatch):
     real = time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: real() + 1000.0 * WORLD.rank)
     with run_directory() as files:
@@ -141,7 +139,7 @@ def test_the_ranks_have_one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             assert max(start for start, _ in turn) <= min(end for _, end in turn) + 20e3
 
 
-def test_it_is_continued_by_the_job_that_goes_on() -> None:
+def test_it_is_continued_by_the_job_that_goes_on():
     with run_directory() as files:
         traced(files, "recipe", 2)
         traced(files, "recipe", 2, resume=True)
@@ -154,7 +152,7 @@ def test_it_is_continued_by_the_job_that_goes_on() -> None:
         assert_nested([e for e in events if e["pid"] == 0])
 
 
-def test_a_run_that_diverges_leaves_what_there_was() -> None:
+def test_a_run_that_diverges_leaves_what_there_was():
     with run_directory() as files, nodes_of(2) as topology:
         with (
             pytest.raises(Diverged),
@@ -168,10 +166,3 @@ def test_a_run_that_diverges_leaves_what_there_was() -> None:
             text = (files.path / "trace.json").read_text()
             found = [e for e in json.loads(text + "]") if e["name"] == "the last"]
             assert [event["pid"] for event in found] == list(range(WORLD.size))
-
-
-def test_without_it_there_is_nothing() -> None:
-    with run_directory() as files, nodes_of(2) as topology:
-        with small_run(topology, "recipe") as context, tracing(topology, files, context):
-            assert context.state.position.clock.trace is None
-        assert files is None or not (files.path / "trace.json").exists()

@@ -104,14 +104,6 @@ def test_a_run_is_never_cut_to_a_few_outer_iterations():
         assert chosen.outer_iterations == 16, method
 
 
-@pytest.mark.parametrize(
-    "method", ["prunex", "prunex-flat", "one-shot", "local-sgd", "diloco", "qsr"]
-)
-def test_the_trial_has_both_kinds_of_iterations(method):
-    trial = trial_of(make("thin", method=method))
-    assert (trial.outer_iterations, trial.overlap_steps, trial.payload) == (4, 0, "int4")
-
-
 def test_the_trial_measures_the_smaller_network_where_it_will_be_there():
     for method, more in (("prunex", 1), ("one-shot", 1), ("local-sgd", 0), ("diloco", 0)):
         assert trial_of(make("small", method=method)).outer_iterations == 4 + more
@@ -132,7 +124,7 @@ def test_what_has_no_overlap_is_measured_without():
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_nothing_of_the_trial_is_left_when_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_the_trial_is_left_when_the_run_begins(monkeypatch):
     """On a GPU both would hold all images of the rank."""
     streams: list[weakref.ref] = []
     left = []

@@ -37,7 +37,7 @@ def settings_of(folder: Path, name: str, **changes: object) -> Any:
 @pytest.mark.parametrize(
     "scenario", ["recipe", "dense", "pactrain", "prunetrain", "behind", "never frozen", "budget"]
 )
-def test_the_best_of_what_has_been_evaluated_is_kept(scenario: str) -> None:
+def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
     # All that the lasso leaves of a channel is taken out at once.
     changes = {"prunetrain_threshold": 10.0} if scenario == "prunetrain" else {}
     changes |= UNFROZEN.get(scenario, {})
@@ -77,7 +77,7 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(last, now, strict=True))
 
 
-def test_smaller_beats_larger_and_of_equal_ones_the_better_counts() -> None:
+def test_smaller_beats_larger_and_of_equal_ones_the_better_counts():
     dense, pruned = Judged(1, 0.0, 1.0, 0.9, 0.1), Judged(2, 0.0, 0.5, 0.6, 1.0)
     assert is_better(pruned, dense, True) and not is_better(dense, pruned, True)
     assert is_better(Judged(3, 0.0, 0.5001, 0.7, 2.0), pruned, True)
@@ -86,7 +86,7 @@ def test_smaller_beats_larger_and_of_equal_ones_the_better_counts() -> None:
         assert not is_better(Judged(3, 0.0, 0.5, 0.6, 1.0), pruned, by_size)
 
 
-def test_later_stages_beat_earlier_ones_and_in_one_the_size_of_a_budget_says_nothing() -> None:
+def test_later_stages_beat_earlier_ones_and_in_one_the_size_of_a_budget_says_nothing():
     just_pruned, healed = Judged(5, 1.0, 0.49, 0.5, 1.0), Judged(6, 1.0, 0.51, 0.7, 0.8)
     assert is_better(healed, just_pruned, False) and not is_better(just_pruned, healed, False)
     frozen = Judged(7, 2.0, 0.52, 0.4, 1.2)
@@ -99,7 +99,7 @@ def test_later_stages_beat_earlier_ones_and_in_one_the_size_of_a_budget_says_not
 
 
 @pytest.mark.mpi
-def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch):
     tested = []
     real = evaluation.judge
 

@@ -40,24 +40,24 @@ def record(rank: int, **changes: object) -> Record:
     return Record(rank=rank, **{**fields, **changes})
 
 
-def test_a_silent_rank_is_named_before_one_with_less_progress() -> None:
+def test_a_silent_rank_is_named_before_one_with_less_progress():
     records = [record(0, phase="local"), record(1), record(2, at=50.0)]
     assert find_hung_rank(records, alive_since=97.0).rank == 2
 
 
-def test_the_rank_with_the_least_progress_is_named() -> None:
+def test_the_rank_with_the_least_progress_is_named():
     assert find_hung_rank([record(0), record(1, phase="local", step=9), record(2)], 97.0).rank == 1
     assert (
         find_hung_rank([record(0), record(1, phase="dual"), record(2, iteration=2)], 97.0).rank == 2
     )
 
 
-def test_of_equals_the_rank_that_computes_is_named() -> None:
+def test_of_equals_the_rank_that_computes_is_named():
     records = [record(0), record(1), record(2, computing=True, frame="mine.py:3 forward")]
     assert find_hung_rank(records, 97.0).rank == 2
 
 
-def test_the_rank_that_hangs_is_named_whatever_others_got_done_in_its_phase() -> None:
+def test_the_rank_that_hangs_is_named_whatever_others_got_done_in_its_phase():
     """Ranks that wait go on with the rounds of the others, which write files of other sizes."""
     beats = [Heartbeat() for _ in range(3)]
     for number, heartbeat in enumerate(beats):
@@ -80,7 +80,7 @@ class Job:
         return self.aborted.wait(LIMIT_S)
 
 
-def test_no_progress_ends_the_job_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_progress_ends_the_job_with_one_line(capfd):
     job, heartbeat = Job(), Heartbeat()
     heartbeat.enter("local", 4)
     heartbeat.beat(17)
@@ -93,7 +93,7 @@ def test_no_progress_ends_the_job_with_one_line(capfd: pytest.CaptureFixture[str
     assert text.splitlines()[0].startswith("prunex_mpi: error: ")
 
 
-def test_imports_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_are_progress(monkeypatch):
     job = Job()
     dog = Watchdog(Heartbeat(), 0, 0.4, job.aborted.set)
     for number in range(12):
@@ -104,7 +104,7 @@ def test_imports_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     dog.close()
 
 
-def test_progress_keeps_it_silent(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_keeps_it_silent(capfd):
     job, heartbeat = Job(), Heartbeat()
     dog = Watchdog(heartbeat, 0, 1.0, job.aborted.set)
     started = time.monotonic()
@@ -116,7 +116,7 @@ def test_progress_keeps_it_silent(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
-def test_a_silent_neighbour_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_neighbour_is_named(tmp_path, capfd):
     """Rank 1's thread never publishes again, as in a process that was stopped."""
     job, heartbeat = Job(), Heartbeat()
     dogs = [Watchdog(heartbeat, rank, 0.5, job.aborted.set) for rank in (0, 1)]
@@ -134,7 +134,7 @@ def test_a_silent_neighbour_is_named(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "rank 1 on" in capfd.readouterr().err
 
 
-def test_one_rank_reports_and_none_of_it_stays(tmp_path: Path) -> None:
+def test_one_rank_reports_and_none_of_it_stays(tmp_path):
     folder = tmp_path / "heartbeats"
     folder.mkdir()
     dogs = [Watchdog(Heartbeat(), rank, 100, pytest.fail) for rank in range(3)]
@@ -153,9 +153,7 @@ def test_one_rank_reports_and_none_of_it_stays(tmp_path: Path) -> None:
     dog.close()
 
 
-def test_a_folder_that_is_not_shared_is_a_user_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_not_shared_is_a_user_error(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "SHARE_LIMIT_S", 0.3)
     dog = Watchdog(Heartbeat(), 0, 100, pytest.fail)
     with pytest.raises(UserError, match="all nodes share"):
@@ -164,7 +162,7 @@ def test_a_folder_that_is_not_shared_is_a_user_error(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rank": 0}', b"\xff\xfe"])
-def test_a_record_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_read_is_none(content, tmp_path):
     (tmp_path / "rank-00000").write_bytes(content)
     assert read_heartbeat(tmp_path, 0) is None
     assert read_heartbeat(tmp_path, 1) is None
@@ -181,7 +179,7 @@ def test_a_record_that_cannot_be_read_is_none(content: bytes, tmp_path: Path) ->
         ("../torch/nn/functional.py", True),
     ],
 )
-def test_only_what_is_outside_the_package_computes(module: str, computing: bool) -> None:
+def test_only_what_is_outside_the_package_computes(module, computing):
     """Whoever is in a function of the package waits, whatever folder of it that is in."""
     dog = Watchdog(Heartbeat(), 0, 100, pytest.fail)
     path = (Path(prunex_mpi.__file__).parent / module).resolve()
@@ -241,9 +239,7 @@ def behind() -> Iterator[AsyncExchange]:
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_who_waits_for_the_helper_is_where_the_helper_is(
-    behind: AsyncExchange, outside: bool
-) -> None:
+def test_who_waits_for_the_helper_is_where_the_helper_is(behind, outside):
     """Waiting in MPI, as it seems, or computing outside of the package."""
     # Waits in C, as MPI does.
     lock = threading.Lock()
@@ -256,7 +252,7 @@ def test_who_waits_for_the_helper_is_where_the_helper_is(
         lock.release()
 
 
-def test_the_helper_counts_only_where_it_is_waited_for(behind: AsyncExchange) -> None:
+def test_the_helper_counts_only_where_it_is_waited_for(behind):
     lock, computes = threading.Lock(), threading.Lock()
     lock.acquire()
     computes.acquire()
@@ -268,7 +264,7 @@ def test_the_helper_counts_only_where_it_is_waited_for(behind: AsyncExchange) ->
     lock.release()
 
 
-def test_a_helper_with_nothing_to_do_has_no_place(behind: AsyncExchange) -> None:
+def test_a_helper_with_nothing_to_do_has_no_place(behind):
     """As between the end of an exchange and the moment at which the main thread goes on."""
     behind.begin(lambda: None)
     behind.finish()

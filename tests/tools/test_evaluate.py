@@ -53,7 +53,7 @@ def found_by(network: Path, folder: Path, *flags: str) -> dict[str, Any]:
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes() -> None:
+def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes():
     with run_folder() as folder:
         if WORLD.rank == 0:
             make_images(folder / "data")
@@ -108,9 +108,7 @@ def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes() -> N
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(monkeypatch):
     spy = Mock(side_effect=image_files.as_uint8)
 
     def decoded() -> set[str]:
@@ -170,7 +168,7 @@ def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(
         WORLD.Barrier()
 
 
-def test_classes_without_an_image_have_no_accuracy_and_the_lowest_are_shown() -> None:
+def test_classes_without_an_image_have_no_accuracy_and_the_lowest_are_shown():
     sums = np.array([[4.0, 0.0, 2.0], [1.0, 0.0, 2.0], [2.0, 0.0, 0.5]])
     found = outcome(sums, ("a", "b", "c"))
     assert (found["images"], found["accuracy"]) == (6, 0.5)
@@ -195,19 +193,19 @@ def test_classes_without_an_image_have_no_accuracy_and_the_lowest_are_shown() ->
         ([], "required: RUN"),
     ],
 )
-def test_wrong_flags_are_named(words: list[str], why: str) -> None:
+def test_wrong_flags_are_named(words, why):
     with pytest.raises(UserError, match=why):
         parse(words)
 
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_a_file_that_rank_0_cannot_write_ends_all_ranks() -> None:
+def test_a_file_that_rank_0_cannot_write_ends_all_ranks():
     with pytest.raises(UserError, match=r"--json 'none/x.json': No such file"):
         evaluate(WORLD, parse(["run", "--json", "none/x.json"]), Heartbeat())
 
 
-def test_what_is_no_network_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_network_is_refused(tmp_path):
     with pytest.raises(UserError, match="there is no run in"):
         read_network(tmp_path / "none")
     (tmp_path / PLAN).write_text('{"format": 1}')

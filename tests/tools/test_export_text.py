@@ -16,29 +16,16 @@ from prunex_mpi.tools.export_run import SAMPLED_TOKENS, export, smaller
 pytestmark = pytest.mark.two_ranks
 
 MODEL, CONTEXT = "tiny_text:gpt", 8
-RUN = {
-    "dataset": "text",
-    "tokenizer": "bytes",
-    "model": MODEL,
-    "context": CONTEXT,
-    "groups": ("coupled",),
-    "batch_size": 4,
-    "local_steps": 2,
-    "outer_iterations": 6,
-    "warmup_iterations": 1,
-    "keep_ramp_iterations": 1,
-    "freeze_iteration": 4,
-    "test_samples": 16,
-    "progress": "off",
-}
+RUN = {"dataset": "text", "tokenizer": "bytes", "model": MODEL, "context": CONTEXT}
+RUN |= {"batch_size": 4, "local_steps": 2, "outer_iterations": 6, "test_samples": 16}
+RUN |= {"warmup_iterations": 1, "keep_ramp_iterations": 1, "freeze_iteration": 4}
+RUN |= {"groups": ("coupled",), "progress": "off"}
 
 
 @pytest.mark.mpi
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_pruned_transformer_is_exported_and_writes_text(
-    onnx: bool, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_pruned_transformer_is_exported_and_writes_text(onnx, capsys):
     with run_folder() as folder:
         assert run_job_here(make(**RUN, run_dir=str(folder / "run"))) == 0
         if WORLD.rank == 0:
@@ -62,7 +49,7 @@ def test_a_pruned_transformer_is_exported_and_writes_text(
         WORLD.Barrier()
 
 
-def test_a_masked_transformer_becomes_smaller_in_python() -> None:
+def test_a_masked_transformer_becomes_smaller_in_python():
     torch.manual_seed(0)
     model = gpt(11, CONTEXT).eval()
     with torch.no_grad():

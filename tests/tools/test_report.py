@@ -30,14 +30,11 @@ from prunex_mpi.research.compare.outcomes import Outcome, Point, to_dict
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.tools import drawing
 from prunex_mpi.tools.report import one_run, read_runs, run_pictures, several_runs, write_report
-from prunex_mpi.tools.report.one_run import duration_words, lead, size_words
+from prunex_mpi.tools.report.one_run import lead
 from prunex_mpi.tools.report.page import Page
 from prunex_mpi.tools.report.read_runs import (
     COLUMNS,
     Run,
-    binned,
-    means,
-    read_layers,
     read_run,
     thin,
 )
@@ -135,22 +132,21 @@ def page(made: tuple[Path, Page]) -> Page:
     return made[1]
 
 
-def test_the_page_needs_nothing_else(written: Path) -> None:
+def test_the_page_needs_nothing_else(written):
     found = read(written)
     assert not {"script", "link", "iframe", "object", "img", "video"} & set(found.tags)
     inner = [r for r in found.references if not r.startswith("data:")]
     assert inner and all(r.startswith("#") for r in inner)
     assert {r[1:] for r in inner} <= set(found.identifiers)
-    assert "@import" not in written.read_text(encoding="utf-8")
-    assert not re.search(r"url\((?!#)", written.read_text(encoding="utf-8"))
+    text = written.read_text(encoding="utf-8")
+    assert "@import" not in text and not re.search(r"url\((?!#)", text)
+    # Names are shown letter by letter, and no two pictures share an identifier.
+    assert f"Run {' '.join(ODD.split())}" in text_of(written) and "<b>&" not in text
+    assert len(found.identifiers) == len(set(found.identifiers)) > 50
+    assert 100 * KIB < written.stat().st_size < MB
 
 
-def test_no_two_pictures_share_an_identifier(written: Path) -> None:
-    identifiers = read(written).identifiers
-    assert len(identifiers) == len(set(identifiers)) > 50
-
-
-def test_an_identifier_is_there_once_whatever_matplotlib_writes() -> None:
+def test_an_identifier_is_there_once_whatever_matplotlib_writes():
     with drawing.styled():
         figure, panel = drawing.new_panel(2)
         for line in panel.plot([[1, 2], [3, 4]]):
@@ -163,12 +159,11 @@ def test_an_identifier_is_there_once_whatever_matplotlib_writes() -> None:
     assert {reference[1:] for reference in page.references} <= set(found)
 
 
-def test_the_page_is_small(written: Path) -> None:
-    assert 100 * KIB < written.stat().st_size < MB
-
-
-def test_the_page_shows_all_that_was_recorded(page: Page) -> None:
+def test_the_page_shows_all_that_was_recorded(written, page):
     names = {picture.name for section in page.sections for picture in section.pictures}
+    files = {path.stem: path for path in (written.parents[1] / "pic tures").iterdir()}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files.values())
+    assert names == set(files)
     assert names == {
         *("learning-iterations", "learning-seconds", "learning-bytes", "bytes", "seconds"),
         *("ranks", "lost", "density", "density-layers"),
@@ -176,7 +171,7 @@ def test_the_page_shows_all_that_was_recorded(page: Page) -> None:
     }
 
 
-def test_the_first_paragraph_answers(written: Path) -> None:
+def test_the_first_paragraph_answers(written):
     text = text_of(written)
     for words in (
         "completed its 20 outer iterations",
@@ -190,7 +185,7 @@ def test_the_first_paragraph_answers(written: Path) -> None:
         assert words in text
 
 
-def test_tables_tell_settings_versions_topology_and_the_end(written: Path) -> None:
+def test_tables_tell_settings_versions_topology_and_the_end(written):
     text = text_of(written)
     for words in (
         "Settings that differ from those of preset recipe for method prunex",
@@ -205,12 +200,7 @@ def test_tables_tell_settings_versions_topology_and_the_end(written: Path) -> No
     assert "warmup-iterations" not in text
 
 
-def test_a_name_is_shown_letter_by_letter(written: Path, run: Path) -> None:
-    assert f"Run {' '.join(ODD.split())}" in text_of(written)
-    assert "<b>&" not in written.read_text(encoding="utf-8")
-
-
-def test_legends_cover_nothing_and_labels_do_not_touch(page: Page) -> None:
+def test_legends_cover_nothing_and_labels_do_not_touch(page):
     for section in page.sections:
         for picture in section.pictures:
             panels = [axes for axes in picture.figure.axes if axes.get_visible()]
@@ -230,7 +220,7 @@ def test_legends_cover_nothing_and_labels_do_not_touch(page: Page) -> None:
                     assert below.y1 <= above.y0 + 1, picture.name
 
 
-def test_everything_lies_inside_its_picture(page: Page) -> None:
+def test_everything_lies_inside_its_picture(page):
     for section in page.sections:
         for picture in section.pictures:
             whole = picture.figure.bbox
@@ -239,13 +229,7 @@ def test_everything_lies_inside_its_picture(page: Page) -> None:
             assert tight.y0 >= whole.y0 - 1 and tight.y1 <= whole.y1 + 1, picture.name
 
 
-def test_pictures_are_written_apart_on_request(written: Path, page: Page) -> None:
-    files = {path.stem: path for path in (written.parents[1] / "pic tures").iterdir()}
-    assert set(files) == {p.name for section in page.sections for p in section.pictures}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files.values())
-
-
-def test_the_same_run_gives_the_same_picture(run: Path) -> None:
+def test_the_same_run_gives_the_same_picture(run):
     found = read_run(run)
     with drawing.styled():
         texts = [drawing.as_svg(run_pictures.duration(found), "p", "seconds") for _ in range(2)]
@@ -253,9 +237,7 @@ def test_the_same_run_gives_the_same_picture(run: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
-def test_a_missing_package_is_named_with_the_extra(
-    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_the_extra(missing, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     code, line = refused(capsys, tmp_path)
     assert code == USAGE
@@ -272,7 +254,7 @@ def words_of(path: Path) -> str:
     return " ".join(lead(read_run(path), None))
 
 
-def test_a_run_that_was_broken_off_says_so(tmp_path: Path) -> None:
+def test_a_run_that_was_broken_off_says_so(tmp_path):
     path = make_run(tmp_path / "run", status="")
     file = path / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-30])
@@ -285,9 +267,11 @@ def test_a_run_that_was_broken_off_says_so(tmp_path: Path) -> None:
     assert "ended badly" in text and "19 of 20 outer iterations" in text
     assert "Of the weights that can be pruned 50.0 % are gone" in text
     assert "can't be told" in text
+    preempted = words_of(make_run(tmp_path / "preempted", status="preempted"))
+    assert "was preempted after 20 outer iterations (SIGTERM)" in preempted
 
 
-def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
+def test_a_run_that_is_going_says_so(tmp_path):
     path = make_run(tmp_path / "run", status="")
     (path / "heartbeats").mkdir()
     (path / "heartbeats/0").write_text("")
@@ -297,24 +281,14 @@ def test_a_run_that_is_going_says_so(tmp_path: Path) -> None:
     assert "still going, or was broken off within the last minute" in words_of(path)
     os.utime(path / "heartbeats/0", (old, old))
     assert read_run(path).status == "broken off"
+    # A run that has just begun has nothing but heartbeats, the row of a comparison has none.
+    os.utime(path / "heartbeats/0")
+    (path / "metrics.jsonl").unlink()
+    assert read_runs.how_it_ended(path, {}) == ("running", "")
+    assert read_run(make_run(tmp_path / "row", status="")).status == "running"
 
 
-def test_a_row_of_a_comparison_that_still_trains_is_not_broken_off(tmp_path: Path) -> None:
-    # It has no heartbeats. A run that has just begun has nothing else.
-    begun = make_run(tmp_path / "begun", status="")
-    (begun / "metrics.jsonl").unlink()
-    (begun / "heartbeats").mkdir()
-    (begun / "heartbeats/0").write_text("")
-    assert read_runs.how_it_ended(begun, {}) == ("running", "")
-    assert read_run(make_run(tmp_path / "run", status="")).status == "running"
-
-
-def test_a_run_that_was_preempted_says_so(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", status="preempted")
-    assert "was preempted after 20 outer iterations (SIGTERM)" in words_of(path)
-
-
-def test_a_run_that_lost_nodes_says_what_that_cost(tmp_path: Path) -> None:
+def test_a_run_that_lost_nodes_says_what_that_cost(tmp_path):
     path = make_run(tmp_path / "run")
     seconds = float(read_run(path).column("seconds.total").sum())
     assert "Nodes were lost" not in words_of(path)
@@ -329,7 +303,7 @@ def test_a_run_that_lost_nodes_says_what_that_cost(tmp_path: Path) -> None:
     assert f"the goodput is {100 * seconds / (seconds + 10):.1f} %" in text
 
 
-def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Path) -> None:
+def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path):
     path = make_run(tmp_path / "run")
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -352,7 +326,7 @@ def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path: Pat
     assert "--val-split" in table.notes[1]
 
 
-def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
+def test_a_run_that_diverged_says_so(tmp_path):
     path = make_run(tmp_path / "run", status="")
     with contextlib.closing(RunDirectory(path, "", resume=True)) as files:
         files.note_divergence("the loss is nan")
@@ -362,7 +336,7 @@ def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
     assert not (path / "diverged.json").exists()
 
 
-def test_a_run_without_ranks_and_layers_is_shown_and_without_torch(tmp_path: Path) -> None:
+def test_a_run_without_ranks_and_layers_is_shown_and_without_torch(tmp_path):
     path = make_run(tmp_path / "run", iterations=4, ranks=False)
     (path / "layers.jsonl").unlink()
     done = subprocess.run(
@@ -378,7 +352,7 @@ def test_a_run_without_ranks_and_layers_is_shown_and_without_torch(tmp_path: Pat
     assert "The run has no ranks.jsonl" in text and "completed after 4 outer iterations" in text
 
 
-def test_settings_of_another_version_are_all_shown(tmp_path: Path) -> None:
+def test_settings_of_another_version_are_all_shown(tmp_path):
     path = make_run(tmp_path / "run", iterations=2)
     config = (path / "config.toml").read_text().replace('"recipe"', '"banquet"')
     (path / "config.toml").write_text("new-flag = 3\n" + config)
@@ -427,9 +401,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_damaged_run_is_one_line(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_damaged_run_is_one_line(what, tmp_path, capsys):
     spoil, word = SPOILT[what]
     path = make_run(tmp_path / "a run\nü", iterations=4)
     spoil(path)
@@ -438,7 +410,7 @@ def test_a_damaged_run_is_one_line(
     assert not (path / "report.html").exists()
 
 
-def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_is_no_run_is_one_line(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bytes").write_bytes(bytes(range(256)))
     (tmp_path / "other.json").write_text('{"comparison": {}}')
@@ -452,9 +424,7 @@ def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert code == UNREADABLE and word in line
 
 
-def test_what_does_not_fit_on_a_page_is_one_line(
-    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_does_not_fit_on_a_page_is_one_line(tmp_path, run, capsys):
     (tmp_path / "c.json").write_text("{}")
     assert "fit on one page" in refused(capsys, run, tmp_path / "c.json")[1]
     assert "given twice" in refused(capsys, run, run / ".." / run.name)[1]
@@ -463,9 +433,7 @@ def test_what_does_not_fit_on_a_page_is_one_line(
     assert code == USAGE and "--output" in line
 
 
-def test_a_page_that_cant_be_written_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_cant_be_written_is_one_line(tmp_path, capsys, monkeypatch):
     path = make_run(tmp_path / "run", iterations=2)
     monkeypatch.setattr(write_report, "page_of", lambda *_: Page("", "", (), ()))
     code, line = refused(capsys, path, "--output", tmp_path / "no/where.html")
@@ -478,7 +446,7 @@ def test_a_page_that_cant_be_written_is_one_line(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_runs_stand_side_by_side(tmp_path, monkeypatch):
     make_run(tmp_path / "x/run", iterations=6, delay=Delay(3, "local", 50))
     broken_off = make_run(tmp_path / "y/run", iterations=4, status="", ranks=False, method="dense")
     old = time.time() - 2 * read_runs.ALIVE_S
@@ -491,9 +459,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     assert "2: y/run: The run ended badly" in text
 
 
-def test_of_several_runs_those_with_nothing_to_show_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_of_several_runs_those_with_nothing_to_show_are_left_out(tmp_path, monkeypatch, capsys):
     for name in ("one/run", "two/run", "begun/run"):
         make_run(tmp_path / name, iterations=4)
     monkeypatch.chdir(tmp_path)
@@ -516,9 +482,7 @@ def outcome(row: str, seed: int, accuracy: float | None) -> Outcome:
     return Outcome(row, seed, 0.1, replace(RAN, accuracy=accuracy, curve=curve))
 
 
-def test_a_comparison_is_its_tables_and_its_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_is_its_tables_and_its_figure(tmp_path, monkeypatch):
     outcomes = tuple(
         outcome(row, seed, accuracy)
         for seed in (0, 1)
@@ -550,7 +514,7 @@ def test_a_comparison_is_its_tables_and_its_figure(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_thinning_keeps_what_sticks_out() -> None:
+def test_thinning_keeps_what_sticks_out():
     x = np.arange(10_000.0)
     y = np.sin(x / 900)
     y[[1234, 7777]] = 50, -50
@@ -563,39 +527,8 @@ def test_thinning_keeps_what_sticks_out() -> None:
     assert all(y[int(a)] == b for a, b in zip(thin_x, thin_y, strict=True))
 
 
-def test_few_points_stay_as_they_are() -> None:
-    x, y = np.array([1.0, 2.0, 3.0]), np.array([1.0, np.nan, 2.0])
-    assert [part.tolist() for part in thin(x, y)] == [[1, 3], [1, 2]]
-    assert [len(part) for part in thin(x, np.full(3, np.nan))] == [0, 0]
-
-
-def test_columns_of_long_runs_are_means() -> None:
-    edges, starts = binned(np.arange(1.0, 11.0), columns=3)
-    assert edges.tolist() == [0.5, 3.5, 6.5, 10.5]
-    assert means(np.arange(1.0, 11.0), starts).tolist() == [2, 5, 8.5]
-    edges, starts = binned(np.array([4.0]))
-    assert (edges.tolist(), means(np.array([np.nan]), starts).tolist()) == ([3.5, 4.5], [0])
-
-
-def test_layers_of_a_long_run_are_read_here_and_there(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", iterations=300)
-    found = read_run(path)
-    wanted = one_run.wanted_iterations(found)
-    assert len(wanted) <= 2 * one_run.LAYER_COLUMNS and wanted[-1] == 300
-    # What is passed over isn't even parsed.
-    lines = (path / "layers.jsonl").read_text().splitlines()
-    passed = next(k for k in range(2, 300) if k not in wanted)
-    spoilt = [f'{line[:25]} "' if f'n": {passed},' in line else line for line in lines]
-    (path / "layers.jsonl").write_text("\n".join(spoilt) + "\n")
-    layers = read_layers(path, wanted)
-    assert layers is not None
-    assert layers.iterations.tolist() == wanted
-    assert layers.values["density"].shape == (len(wanted), 5)
-    assert np.isnan(layers.values["inter_dual"][-1]).all()
-
-
 @pytest.mark.long
-def test_a_run_of_ten_thousand_iterations_is_a_small_page_soon(tmp_path: Path) -> None:
+def test_a_run_of_ten_thousand_iterations_is_a_small_page_soon(tmp_path):
     path = make_run(tmp_path / "run", iterations=100)
     for name in ("metrics.jsonl", "layers.jsonl", "ranks.jsonl"):
         lines = (path / name).read_text().splitlines()
@@ -610,38 +543,3 @@ def test_a_run_of_ten_thousand_iterations_is_a_small_page_soon(tmp_path: Path) -
     assert program.main([str(path)]) == 0
     assert time.process_time() - started < 20
     assert (path / "report.html").stat().st_size < 2 * MB
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.00123, "1.23 ms"), (0.5, "0.5 s"), (59.96, "60 s"), (150, "2 min 30 s"), (9000, "2.5 h")],
-)
-def test_times_are_said_as_people_do(seconds: float, words: str) -> None:
-    assert duration_words(seconds) == words
-
-
-def test_sizes_are_said_in_their_unit() -> None:
-    assert [size_words(x) for x in (5, 2048, 3 * 2**20)] == ["5 bytes", "2.00 KiB", "3.00 MiB"]
-
-
-# What remains of linear red, green and blue to those without one kind of cones (Machado 2009).
-BLIND = {
-    "protan": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
-    "deutan": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
-}
-
-
-@pytest.mark.parametrize("kind", BLIND)
-def test_colours_are_told_apart_without_seeing_red_and_green(kind: str) -> None:
-    def lab(colour: str) -> np.ndarray:
-        rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-        seen = np.clip(np.array(BLIND[kind]) @ linear, 0, 1)
-        matrix = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-        x, y, z = np.cbrt(np.array(matrix) @ seen / (0.9505, 1, 1.089))
-        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-    seen = [lab(colour) for colour in drawing.COLOURS]
-    distances = [np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]]
-    # Two greys or colours five apart are told apart side by side.
-    assert min(distances) > 10
