@@ -15,7 +15,8 @@ point; and every whole number with a thousands separator or before MiB, %, s or 
 may be a figure of a table rounded as well. Other whole numbers (4 bits, T = 16) and settings, which
 stand in backticks, need not be measured, and what is worked out from figures is written in words
 (half, a fifteenth) or outside of the block. `NAME_at_20_Mbit.json` has the same rows over a link of
-that rate: a column of the table `seconds` of NAME.
+that rate: a column of the table `seconds` of NAME. The table `links` has seconds of whole runs as
+`--target` tells them: computing as measured, and the bytes at the rate of a link.
 """
 
 import argparse
@@ -31,7 +32,12 @@ from types import SimpleNamespace
 from mpi4py import MPI
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.research.compare.comparison_tables import quality_names, ranks_of
+from prunex_mpi.research.compare.comparison_tables import (
+    LINKS,
+    quality_names,
+    ranks_of,
+    seconds_to,
+)
 from prunex_mpi.research.compare.outcomes import (
     Comparison,
     Measured,
@@ -165,7 +171,7 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
     # Files of before are of test images, and say so on their page.
     named = f"{where} {what}" if found.plan else what
     header = ("row", "place", named, "sent MiB", "parameters left", "learning rate")
-    tables = {"results": markdown(header, rows)}
+    tables = {"results": markdown(header, rows), "links": links_table(found)}
     if times:
         paces = {rate: seconds_of(found, other) for rate, other in times.items()}
         rows = [
@@ -175,6 +181,19 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
         tables["seconds"] = markdown(("row", *paces), rows)
         tables["steps"] = steps_table(found, times)
     return tables
+
+
+def links_table(found: Comparison) -> str:
+    """Return the seconds of whole runs at the rates of links, means over the seeds."""
+    rows = [
+        (
+            name,
+            *(f"{mean(seconds_to(m, m.curve[-1], g) for m in ran):,.1f}" for g in LINKS.values()),
+        )
+        for name, runs in by_row(found.outcomes).items()
+        if (ran := [m for m in ended(runs) if m.curve])
+    ]
+    return markdown(("row", *LINKS), rows)
 
 
 @dataclass(frozen=True)
