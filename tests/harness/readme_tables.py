@@ -171,7 +171,13 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
     # Files of before are of test images, and say so on their page.
     named = f"{where} {what}" if found.plan else what
     header = ("row", "place", named, "sent MiB", "parameters left", "learning rate")
-    tables = {"results": markdown(header, rows), "links": links_table(found)}
+    tables = {"results": markdown(header, rows)}
+    if all(
+        m.curve and m.curve[-1].compute_s is not None
+        for runs in runs_of.values()
+        for m in ended(runs)
+    ):
+        tables["links"] = links_table(found)
     if times:
         paces = {rate: seconds_of(found, other) for rate, other in times.items()}
         rows = [
@@ -191,7 +197,7 @@ def links_table(found: Comparison) -> str:
             *(f"{mean(seconds_to(m, m.curve[-1], g) for m in ran):,.1f}" for g in LINKS.values()),
         )
         for name, runs in by_row(found.outcomes).items()
-        if (ran := [m for m in ended(runs) if m.curve])
+        if (ran := ended(runs))
     ]
     return markdown(("row", *LINKS), rows)
 
