@@ -327,6 +327,7 @@ def oracle(seen: list[Seen], decay: float) -> tuple[Tensor, Tensor, int]:
     return z, statistics, begins
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node"),
     [
@@ -369,6 +370,7 @@ def test_the_average_is_that_of_every_z_since_the_mask_changed(scenario, ranks_p
         assert (changed > 0) == (scenario not in CONSTANT)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("scenario", ["recipe", "behind", "dense", "diloco", "pactrain"])
 def test_training_does_not_notice(scenario):
     found = []
