@@ -44,18 +44,16 @@ def gpt_shape(name: str) -> GptShape | None:
         return None
     layers, heads, width = GPT_SIZES[size]
     head_dim = width // heads
-    narrow = [variant for variant in variants if variant in _narrower(width, head_dim)]
+    # An even number of heads where two share keys and values.
+    least = 2 * head_dim if "gqa" in variants else head_dim
+    narrower = {f"w{narrow}" for narrow in range(least, width, least)}
+    narrow = [variant for variant in variants if variant in narrower]
     if len(narrow) == 1:
         variants.remove(narrow[0])
         width = int(narrow[0][1:])
     if not set(variants) <= set(GPT_VARIANTS) or len(set(variants)) < len(variants):
         return None
     return GptShape(layers, width // head_dim, width, frozenset(variants))
-
-
-def _narrower(width: int, head_dim: int) -> list[str]:
-    """Return the suffixes of fewer heads; an even number, since two may share keys and values."""
-    return [f"w{narrow}" for narrow in range(2 * head_dim, width, 2 * head_dim)]
 
 
 class Gpt(nn.Module):

@@ -182,10 +182,11 @@ def test_a_factory_has_no_stem():
 
 def test_a_narrow_transformer_has_fewer_heads_of_the_same_width():
     assert gpt_shape("gpt_nano-w64-gqa") == GptShape(4, 2, 64, frozenset({"gqa"}))
+    assert gpt_shape("gpt_nano-w96") == GptShape(4, 3, 96)
     # Twelve matrices of 64 x 64 per block and nine norms; tokens, tied, and positions.
     assert count(build_model("gpt_nano-w64", Tokens(65, 64))) == 4 * 12 * 64**2 + 9 * 64 + 129 * 64
 
 
-@pytest.mark.parametrize("suffixes", ["w32", "w96", "w128", "w64-w64", "rms-rms", "x"])
+@pytest.mark.parametrize("suffixes", ["w48", "w32-gqa", "w96-gqa", "w128", "w64-w64", "rms-rms", "x"])
 def test_other_transformers_are_unknown(suffixes):
     assert gpt_shape(f"gpt_nano-{suffixes}") is None
