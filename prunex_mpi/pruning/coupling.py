@@ -312,14 +312,20 @@ def _pieces(labels: Labels) -> dict[int, list[int]]:
 def _numbers(labels: Labels, translate: Callable[[np.ndarray], np.ndarray]) -> tuple[Numbers, ...]:
     """Return the calls whose arguments depend on the groups that are left."""
 
+    # Many numbers are sizes of the same tensor.
+    known: dict[int, dict[int, np.ndarray]] = {}
+
     def of(wanted: Size | float | None) -> Wanted:
         if not isinstance(wanted, Size):
             return wanted
-        roots = labels.roots(wanted.labels)
-        if wanted.dim not in varying(roots):
+        if (along := known.get(id(wanted.labels))) is None:
+            roots = labels.roots(wanted.labels)
+            along = {dim: first_along(roots, dim) for dim in varying(roots)}
+            known[id(wanted.labels)] = along
+        if wanted.dim not in along:
             return wanted.given
         sign = -1 if wanted.given < 0 else 1
-        return sign, translate(first_along(roots, wanted.dim)[wanted.start : wanted.stop])
+        return sign, translate(along[wanted.dim][wanted.start : wanted.stop])
 
     found = []
     for call in labels.calls:

@@ -98,8 +98,10 @@ class Labels:
     def __init__(self, model: nn.Module) -> None:
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        # Keeps the tensors alive, so that no id is reused.
-        self.known: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        # Tensor, labels and whether a removed group is zero; labels are roots since `changes` was
+        # the last number. Keeps the tensors alive, so that no id is reused.
+        self.known: dict[int, tuple[Tensor, Tensor, bool, int]] = {}
+        self.changes = 0
         self.parent = [PINNED]
         self.reasons: dict[int, str] = {}
         self.rows: dict[str, np.ndarray] = {}
@@ -129,13 +131,17 @@ class Labels:
 
     def label(self, tensor: Tensor, labels: Tensor, zero: bool = True) -> None:
         """Set the labels of `tensor`; `zero`: its elements of a removed group are zero."""
-        self.known[id(tensor)] = (tensor, labels, zero)
+        self.known[id(tensor)] = (tensor, labels, zero, -1)
 
     def of(self, tensor: Tensor) -> tuple[Tensor, bool]:
         """Return labels and whether a removed group is zero; an unknown tensor is pinned."""
         found = self.known.get(id(tensor))
         if found is not None:
-            return self.roots(found[1]), found[2]
+            _, labels, zero, changes = found
+            if changes != self.changes and not self.plain:
+                labels = self.roots(labels)
+                self.known[id(tensor)] = (tensor, labels, zero, self.changes)
+            return labels, zero
         name = self.names.get(id(tensor), self.zeros.get(id(tensor)))
         if name is None or self.plain or tensor.numel() > LARGEST_FREE:
             return pinned(tensor), False
@@ -171,7 +177,8 @@ class Labels:
         """Return the representatives of `labels`, PINNED for groups that stay, strides kept."""
         if self.plain:
             return labels
-        values, places = thin(labels)[0].unique(return_inverse=True)
+        few = thin(labels)[0]
+        values, places = _ranked(few)
         found = [self.root(v) if v > PINNED else v for v in values.tolist()]
         found = [PINNED if v in self.reasons else v for v in found]
         return torch.tensor(found)[places].expand(labels.shape)
@@ -192,6 +199,7 @@ class Labels:
             a, b = sorted((self.root(a), self.root(b)))
             if a != b:
                 changed = True
+                self.changes += 1
                 self.parent[b] = a
                 if b in self.reasons:
                     self.reasons.setdefault(a, self.reasons[b])
@@ -204,7 +212,7 @@ class Labels:
 
     def pin(self, tensors: Iterable[object], reason: str) -> bool:
         """Keep all groups that occur in `tensors`; return whether anything changed."""
-        found = [thin(self.of(t)[0])[0].unique().tolist() for t in tensors_in(tensors)]
+        found = [distinct([self.of(t)[0]]) for t in tensors_in(tensors)]
         return any([self.pin_labels(labels, reason) for labels in found])
 
     def pin_all(self, reason: str) -> None:
@@ -217,6 +225,7 @@ class Labels:
         for label in labels:
             if label > PINNED:
                 self.reasons.setdefault(self.root(int(label)), reason)
+        self.changes += len(self.reasons) - before
         return len(self.reasons) > before
 
     def note(
@@ -289,7 +298,19 @@ def thin(*labels: Tensor) -> list[Tensor]:
 
 def distinct(labels: Iterable[Tensor]) -> set[int]:
     """Return the set of labels that occur."""
-    return {label for tensor in labels for label in thin(tensor)[0].unique().tolist()}
+    return {label for tensor in labels for label in _ranked(thin(tensor)[0])[0].tolist()}
+
+
+def _ranked(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `unique` with `return_inverse` does, without sorting many labels."""
+    low, high = map(int, labels.aminmax()) if labels.numel() else (0, 0)
+    if labels.numel() <= high - low:
+        return labels.unique(return_inverse=True)
+    places = labels - low
+    present = torch.zeros(high - low + 1, dtype=torch.int64)
+    present[places.flatten()] = 1
+    ranks = present.cumsum(0) - 1
+    return present.nonzero().flatten() + low, ranks[places]
 
 
 def varying(labels: Tensor) -> list[int]:
@@ -305,7 +326,10 @@ def _first(labels: Tensor, dim: int) -> Tensor:
 
 def first_along(labels: Tensor, dim: int) -> np.ndarray:
     """Return the first label at each index of `dim`, int64 [size of dim]."""
-    return labels.movedim(dim, 0).reshape(labels.shape[dim], -1)[:, 0].numpy()
+    for other in range(labels.dim()):
+        if other != dim:
+            labels = labels.narrow(other, 0, 1)
+    return labels.flatten().numpy()
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.slim import doubled
 from prunex_mpi.pruning.channel_trace import NO_PINS, Call, Failing, Pins, Places, following, is_own
 from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
-from prunex_mpi.pruning.shrink import kept_slices, shrink
+from prunex_mpi.pruning.shrink import kept_slices, resized, shrink, smaller_sizes
 
 # Largest difference of outputs, relative to the largest output or 1, in float64 and below.
 EXACT, TOLERANCE = 1e-9, 1e-3
@@ -123,22 +123,26 @@ def attempt(
 
     Runs copies of `model` on the CPU, in float64, or in its own dtype if its code needs that.
     """
-    given = inputs.draw(1, torch.float64)
-    masked, allowed = doubled(_masked_copy(model, coupling, removed)), EXACT
-    # What a module remembers of a forward pass would be of the whole network.
-    unused = copy.deepcopy(masked)
-    wanted = _in_double(masked, given)
-    if wanted is None:
-        masked, allowed = _masked_copy(model, coupling, removed), TOLERANCE
-        unused = copy.deepcopy(masked)
-        given = inputs.draw(1, next(masked.parameters()).dtype)
-        wanted = masked(given)
+    masked = _masked_copy(model, coupling, removed)
+    given = inputs.draw(1, next(masked.parameters()).dtype)
     places = Places()
     failing = Failing(places)
     try:
-        smaller = shrink(unused, coupling, removed)
+        sizes = smaller_sizes(masked, coupling, removed)
+        # What raises does so in any dtype, and float64 takes several times as long.
+        smaller = resized(masked, coupling, removed, sizes)
         with following(smaller, places), failing:
             found = smaller(given)
+        double, given_double = doubled(masked), inputs.draw(1, torch.float64)
+        # What a module remembers of a forward pass would be of the whole network.
+        smaller = resized(double, coupling, removed, sizes)
+        wanted = _in_double(double, given_double)
+        allowed = EXACT if wanted is not None else TOLERANCE
+        if wanted is None:
+            wanted = masked(given)
+        else:
+            with following(smaller, places), failing:
+                found = smaller(given_double)
     # The model's own code may raise anything at other sizes.
     except Exception as error:
         own = [name for name in places.inside if is_own(model.get_submodule(name))]

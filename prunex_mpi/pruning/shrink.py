@@ -27,8 +27,13 @@ STATISTICS = (".running_mean", ".running_var")
 
 def shrink(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> nn.Module:
     """Return a copy of `model` without the groups of `removed`, bool [groups]."""
+    return resized(model, coupling, removed, smaller_sizes(model, coupling, removed))
+
+
+def resized(model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Sizes) -> nn.Module:
+    """Return a copy of `model` without the groups of `removed`, by the sizes of its modules."""
     smaller = copy.deepcopy(model)
-    resize_(smaller, smaller_sizes(model, coupling, removed))
+    resize_(smaller, sizes)
     fill_(smaller, smaller_tensors(model, coupling, removed))
     return smaller
 
