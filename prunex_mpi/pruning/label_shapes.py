@@ -46,11 +46,11 @@ def shape(
         zero = _keep_apart(labels, name, operands)
     if name in JOINING and not labels.plain:
         _align(labels, [labels.of(t)[0] for t in operands], args, kwargs, name == "stack")
-    whole = distinct(labels.of(t)[0] for t in operands)
     outputs = list(tensors_in([result]))
     moved = _moved(labels, outputs, func, args, kwargs)
     if labels.plain:
         # Splitting channels would split elsewhere once some are gone.
+        whole = distinct(labels.of(t)[0] for t in operands)
         sound = all(distinct([m]) == whole and len(varying(m)) <= 1 for m in moved)
     elif name in CUTTING:
         sound = _cut(labels, name, args, kwargs)

@@ -142,13 +142,19 @@ class Labels:
                 labels = self.roots(labels)
                 self.known[id(tensor)] = (tensor, labels, zero, self.changes)
             return labels, zero
-        name = self.names.get(id(tensor), self.zeros.get(id(tensor)))
-        if name is None or self.plain or tensor.numel() > LARGEST_FREE:
+        name = self._free_name(tensor)
+        if name is None:
             return pinned(tensor), False
         if name not in self.free:
             labels = self.fresh(tensor.numel())
             self.free[name] = torch.from_numpy(labels).view(tensor.shape)
         return self.roots(self.free[name]), True
+
+    def _free_name(self, tensor: Tensor) -> str | None:
+        """Return the name of a parameter, or buffer of zeros, whose elements may have labels."""
+        if self.plain or tensor.numel() > LARGEST_FREE:
+            return None
+        return self.names.get(id(tensor), self.zeros.get(id(tensor)))
 
     def label_pinned(self, results: Iterable[object]) -> None:
         """Set all labels of the tensors in `results` to PINNED."""
@@ -212,7 +218,13 @@ class Labels:
 
     def pin(self, tensors: Iterable[object], reason: str) -> bool:
         """Keep all groups that occur in `tensors`; return whether anything changed."""
-        found = [distinct([self.of(t)[0]]) for t in tensors_in(tensors)]
+        found = []
+        for tensor in tensors_in(tensors):
+            name = None if id(tensor) in self.known else self._free_name(tensor)
+            if name is not None and name not in self.free:
+                # All elements stay: one label does for them.
+                self.free[name] = torch.from_numpy(self.fresh(1))[0].expand(tensor.shape)
+            found.append(distinct([self.of(tensor)[0]]))
         return any([self.pin_labels(labels, reason) for labels in found])
 
     def pin_all(self, reason: str) -> None:
