@@ -81,10 +81,11 @@ def toml_key(name: str) -> str:
 
 def preset_values(preset: str) -> dict[str, Any]:
     """Read a preset, which names what differs from the recipe; return values by flat name."""
-    values: dict[str, Any] = {}
-    for name in dict.fromkeys(("recipe", preset)):
-        values |= from_table(tomllib.loads(_preset_text(name)), f"preset {name}")
-    return values
+    return _named_by("recipe") | _named_by(preset)
+
+
+def _named_by(preset: str) -> dict[str, Any]:
+    return from_table(tomllib.loads(_preset_text(preset)), f"preset {preset}")
 
 
 def preset_comment(preset: str) -> str:
@@ -204,20 +205,27 @@ def _off(name: str) -> Any:
 def defaults(preset: str, method: Method, optimizer: str = "", dataset: str = "") -> dict[str, Any]:
     """Return the values, not resolved yet, of a run that is given nothing but these.
 
-    The optimizer and the data set are not among them. Without an optimizer it is the data set's.
+    The optimizer and the data set are not among them, but for those that the preset names. Without
+    an optimizer it is the data set's. A preset's rates are those of the optimizer that it names.
     """
+    recipe, of_preset = _named_by("recipe"), _named_by(preset)
+    suits = of_preset.get("optimizer", "")
+    # What means nothing to the method stays as it is without a preset.
+    named = {n: v for n, v in of_preset.items() if n in recipe or concerns(n, method)}
+    dataset = dataset or named.get("dataset", "")
     values = {
         name: field.default for name, field in FIELDS.items() if OWNER.get(name, method) is method
     }
     del values["epochs"]
-    preset_of = preset_values(preset)
-    values |= {name: value for name, value in preset_of.items() if name in values}
+    values |= {name: value for name, value in (recipe | named).items() if name in values}
     of_dataset = DATASET_DEFAULTS.get(dataset, {}).items()
     own = {name: value for name, value in of_dataset if concerns(name, method)}
-    optimizer = optimizer or own.get("optimizer", "")
+    optimizer = optimizer or named.get("optimizer", "") or own.get("optimizer", "")
     own |= method.defaults
-    by_optimizer = OPTIMIZER_DEFAULTS.get(optimizer, {}).items()
-    own |= {name: value for name, value in by_optimizer if concerns(name, method)}
+    by_optimizer = OPTIMIZER_DEFAULTS.get(optimizer, {})
+    own |= {name: value for name, value in by_optimizer.items() if concerns(name, method)}
+    for name in OPTIMIZER_DEFAULTS.get(suits, {}).keys() & named.keys():
+        own[name] = named[name] if optimizer == suits else own.get(name, recipe[name])
     return {**values, **own, "preset": preset, "method": method.name}
 
 

@@ -15,7 +15,7 @@ from prunex_mpi.settings.values import setting, split_layer_keep_ratio
 
 CROSS_ENTROPY = "cross-entropy"
 TEXT = "text"
-PRESETS = ("recipe", "paper", "thin", "small", "finetune")
+PRESETS = ("recipe", "paper", "thin", "small", "finetune", "text")
 # As data/transforms.py has them.
 TRANSFORMS = (
     *("trivial-augment", "rand-augment", "auto-augment", "aug-mix", "color-jitter", "grayscale"),

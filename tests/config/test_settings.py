@@ -99,6 +99,22 @@ def test_presets_suit_runs_of_any_length(preset):
         assert strictness(settings.freeze_iteration, warmup, ramp) == 1.0
 
 
+def test_rates_of_a_preset_go_with_the_optimizer_that_it_names():
+    def rates(**given):
+        settings = make("text", **given)
+        return settings.optimizer, settings.lr, settings.weight_decay
+
+    assert rates() == rates(dataset="digits") == rates(method="local-sgd") == ("adamw", 4e-3, 0.1)
+    assert rates(optimizer="muon") == ("muon", 1e-3, 0.05)
+    assert rates(optimizer="sgd") == ("sgd", 0.05, 5e-4)
+    assert rates(lr=0.01) == ("adamw", 0.01, 0.1)
+    # Who takes no optimizer is given none, nor what belongs to it.
+    assert rates(method="lion") == ("sgd", 1e-3, 0.05)
+    assert make("text", method="dgc").clip_grad == 0.0
+    settings = make("text")
+    assert (settings.model, settings.groups, settings.payload) == ("gpt_nano", ("coupled",), "int4")
+
+
 # ---------------------------------------------------------------------------------------------
 # precedence and conversion
 # ---------------------------------------------------------------------------------------------
@@ -247,8 +263,8 @@ def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_pat
     assert parse(["--config", path, "--method", other]) == make(preset, method=other, **kept)
     # A share of a run's length that the method ignores does not tie it to that length.
     if not settings.method.consensus:
-        flags = ["--config", path, "--outer-iterations", "40"]
-        assert parse(flags).outer_iterations == 40
+        flags = ["--config", path, "--outer-iterations", "200"]
+        assert parse(flags).outer_iterations == 200
     assert with_overrides(settings, seed=3).options == settings.options
 
 

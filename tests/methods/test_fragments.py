@@ -75,6 +75,7 @@ def test_program_equals_oracle(ranks_per_node, scenario, fragments):
             assert_alike_on_all_ranks(state.z)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("payload", ["fp32", "int4"])
 def test_as_many_bytes_leave_as_at_once_and_no_more_than_a_part_between_two_steps(
     payload, monkeypatch

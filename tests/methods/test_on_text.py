@@ -7,7 +7,8 @@ import pytest
 from jobs import run_folder, run_job_here
 from nodes import WORLD
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi import train
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods.declared import METHODS
@@ -107,3 +108,34 @@ def test_a_run_on_text_refuses_to_go_on_with_another_one():
         flags = ["--resume", "--run-dir", str(folder / "run"), "--outer-iterations", "2"]
         with pytest.raises(UserError, match="data were others"):
             run_job_here(parse(flags))
+
+
+# Flags or the bytes of the text, the exit code, and what is wrong, on two ranks.
+WRONG = {
+    "empty": (b"", "", UNREADABLE, "is empty: give --data-dir"),
+    "no UTF-8": (b"good \xff bad", "", UNREADABLE, "is not UTF-8 (byte 5)"),
+    "long context": (b"", "--context 9999", UNREADABLE, "context 9999 is longer than the"),
+    "few tokens": (b"", "--train-samples 1", UNREADABLE, "2 ranks are more than the 1 windows"),
+    "no tokenizer": (b"", "--tokenizer words", UNREADABLE, "give bytes, chars, or a tokenizer"),
+    "a token beyond": (b"", "--model tiny_text:of_few_tokens", USAGE, "does not fit windows of 8"),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("failing_instead_of_aborting")
+@pytest.mark.parametrize("what", WRONG)
+def test_bad_text_is_one_line_for_all_ranks(what, capfd):
+    content, flags, code, line = WRONG[what]
+    with run_folder() as folder:
+        write_text(folder)
+        if WORLD.rank == 0 and not flags:
+            (folder / "text").write_bytes(content)
+        WORLD.Barrier()
+        capfd.readouterr()
+        common = "--dataset text --model tiny_text:gpt --context 8 --batch-size 4 --local-steps 3"
+        places = ["--data-dir", str(folder / "text"), "--run-dir", str(folder / "run")]
+        assert train.main([*common.split(), *places, *flags.split()]) == code
+        told = [x for x in capfd.readouterr().err.splitlines() if "error" in x or "Error" in x]
+        assert len(told) == (WORLD.rank == 0)
+        assert all(x.startswith("prunex_mpi.train: error: ") and line in x for x in told)
+        assert not (folder / "run/summary.json").exists()

@@ -1,20 +1,33 @@
 """The tables and the curves of a comparison."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from compared import RAN, cells, column, comparison, outcomes
 
+from prunex_mpi.base.files import write_json
+from prunex_mpi.base.record_keys import ACCURACY, LOSS
+from prunex_mpi.base.tables import as_json
 from prunex_mpi.research.compare.comparison_tables import (
     first_held,
     measured_table,
     results_table,
+    tables_of,
     target_table,
     tuning_table,
 )
 from prunex_mpi.research.compare.outcomes import Outcome, Point, Quality, Tuning, to_dict
 from prunex_mpi.tools.drawing import styled
-from prunex_mpi.tools.report.comparisons import MOST_CURVES_DRAWN, curves_of, front, pictures_of
+from prunex_mpi.tools.report.comparisons import (
+    MOST_CURVES_DRAWN,
+    Compared,
+    curves_of,
+    front,
+    lead,
+    pictures_of,
+    read_comparison,
+)
 
 
 def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
@@ -131,22 +144,47 @@ def test_a_course_is_the_mean_over_seeds():
     other = replace(RAN, curve=(first, replace(second, accuracy=0.7)))
     runs = [Outcome("dense", 0, 0.1, RAN), Outcome("dense", 1, 0.1, other)]
     found = [*runs, Outcome("topk", 0, 0.1, None, "why")]
-    (curve,) = curves_of(list(map(to_dict, found)))
+    (curve,) = curves_of(list(map(to_dict, found)), ACCURACY)
     assert (curve.row, curve.sent_mib, curve.seconds) == ("dense", (0.5, 1), (3, 7))
-    assert curve.accuracy == pytest.approx((25, 60))
+    assert curve.values == pytest.approx((25, 60))
     assert curve.spread == pytest.approx(200**0.5)
     # One was evaluated less often: what both have is drawn.
     shorter = replace(runs[1], measured=replace(other, curve=other.curve[1:]))
-    (ends,) = curves_of([to_dict(runs[0]), to_dict(shorter)])
-    assert (ends.sent_mib, ends.accuracy) == ((1,), pytest.approx((60,)))
+    (ends,) = curves_of([to_dict(runs[0]), to_dict(shorter)], ACCURACY)
+    assert (ends.sent_mib, ends.values) == ((1,), pytest.approx((60,)))
+
+
+def compared(folder: Path, runs: list[Outcome], **more: object) -> Compared:
+    """Return what a page reads of a comparison of these runs."""
+    found = comparison(runs, **more)
+    whole = as_json({}, tables_of(found)) | {"comparison": to_dict(found)}
+    write_json(folder / "found.json", whole)
+    return read_comparison(folder / "found.json")
+
+
+def test_what_has_no_accuracy_is_drawn_by_its_loss_the_lowest_first(tmp_path):
+    first, second = (replace(point, accuracy=None) for point in RAN.curve)
+    runs = [Outcome("wild", 0, 0.1, None, "why")]
+    for row, loss in (("high", 1.5), ("low", 1.0)):
+        curve = first, replace(second, loss=loss)
+        runs += outcomes(row, accuracy=None, loss=loss, curve=curve)
+    found = compared(tmp_path, runs, plan="0123")
+    assert [(c.row, c.values) for c in found.curves] == [("low", (2.0, 1.0)), ("high", (2.0, 1.5))]
+    with styled():
+        pictures = pictures_of(found, 1)
+    assert [p.title for p in pictures] == ["Loss against bytes", "Loss against time"]
+    labels = {p.figure.axes[0].get_ylabel() for p in pictures}
+    assert labels == {"validation loss, nats per token"}
+    assert "The best by mean loss is low." in lead(found)
 
 
 def test_the_front_is_what_no_other_row_surpasses_for_less():
     ends = [(3, 70.0), (1, 50.0), (2, 49.0), (3, 71.0), (9, 71.0), (4, 60.0)]
-    assert front(ends) == [(1, 50.0), (3, 71.0)]
+    assert front(ends, ACCURACY) == [(1, 50.0), (3, 71.0)]
+    assert front(ends, LOSS) == [(1, 50.0), (2, 49.0)]
 
 
-def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
+def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first(tmp_path):
     ran = {f"row {n}": n / 100 for n in range(1, MOST_CURVES_DRAWN + 2)}
     shares = {"row 1": 0.5, "row 2": 0.97}
 
@@ -165,7 +203,7 @@ def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first():
             for row, accuracy in list(ran.items())[:count]
         ]
         with styled():
-            panel = pictures_of(curves_of(list(map(to_dict, runs))), 1)[0].figure.axes[0]
+            panel = pictures_of(compared(tmp_path, runs), 1)[0].figure.axes[0]
         hollow = [c[0] for c in panel.containers if c[0].get_markerfacecolor() == "white"]
         assert len(hollow) == 1
         courses = sum(len(line.get_xdata()) == len(RAN.curve) for line in panel.lines)

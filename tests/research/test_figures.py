@@ -152,6 +152,13 @@ def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
     assert row.paper == "13.8 %"
 
 
+@pytest.mark.parametrize("number", ["5", "12"])
+def test_figures_of_accuracy_are_refused_on_text(number, tmp_path, capsys):
+    run = make_run(tmp_path / "run", iterations=3, dataset="text")
+    code, line = refused(capsys, number, run, "--output", tmp_path / "figure.png")
+    assert code == UNREADABLE and "needs an accuracy" in line and "--evaluate-every" not in line
+
+
 def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
     """Fabricate a run of so many ranks whose local steps take so long."""
     make_run(path, iterations=5, nodes=(1,) * ranks, **settings)

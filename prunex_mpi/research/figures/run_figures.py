@@ -186,7 +186,9 @@ def beside(run: Run, what: str, here: str, paper: str) -> Beside:
 def accuracy(runs: Sequence[Run]) -> Drawn:
     """Draw figure 5: accuracy against time and against bytes between nodes."""
     for run in runs:
-        if run.measure is not ACCURACY or not np.isfinite(run.judged).any():
+        if run.measure is not ACCURACY:
+            raise lacking("5", run, "an accuracy (of text report shows the loss)")
+        if not np.isfinite(run.judged).any():
             raise lacking("5", run, "an accuracy (train with --evaluate-every)")
     figure = new_figure(3.4, 7.6)
     panels = figure.subplots(1, 2, sharey=True)

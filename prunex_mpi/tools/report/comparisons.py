@@ -12,6 +12,7 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.record_keys import ACCURACY, LOSS, Measure
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_panel, plain
@@ -32,7 +33,7 @@ SAME_SIZE = 0.95
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean accuracies of a row's seeds, in percent, over MiB and over seconds of training.
+    """Means of a row's seeds, as a measure shows them, over MiB and over seconds of training.
 
     `spread` is the standard deviation at the end.
     """
@@ -40,20 +41,25 @@ class Curve:
     row: str
     sent_mib: tuple[float, ...]
     seconds: tuple[float, ...]
-    accuracy: tuple[float, ...]
+    values: tuple[float, ...]
     spread: float
     parameters_left: float
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What a page shows of a comparison; `places` are those of the rows that have one."""
+    """What a page shows of a comparison; `places` are those of the rows that have one.
+
+    Its curves are of a `measure` on data `judged_on`.
+    """
 
     machine: Mapping[str, str]
     tables: Sequence[Table]
     rows: Sequence[str]
     seeds: int
     places: Mapping[str, int]
+    measure: Measure
+    judged_on: str
     curves: Sequence[Curve]
     diverged: Sequence[str]
 
@@ -69,13 +75,17 @@ def read_comparison(path: Path) -> Compared:
         ]
         place = tables[0].columns.index("place")
         whole = found["comparison"]
+        measure = measure_of(whole["outcomes"])
         return Compared(
             machine=dict(whole["machine"]),
             tables=tables,
             rows=tuple(whole["rows"]),
             seeds=len(whole["seeds"]),
             places={row[0]: row[place] for row in tables[0].rows if row[place] is not None},
-            curves=curves_of(whole["outcomes"]),
+            measure=measure,
+            # Files of a former protocol, which have no plan, are of test data.
+            judged_on="validation" if whole.get("plan") else "test",
+            curves=curves_of(whole["outcomes"], measure),
             diverged=[
                 f"{run['row']}, seed {run['seed']}, diverged: {run['problem']}"
                 for run in whole["outcomes"]
@@ -88,15 +98,24 @@ def read_comparison(path: Path) -> Compared:
         raise UserError(f"{where} is not what --json of a comparison writes", UNREADABLE) from None
 
 
-def curves_of(runs: Sequence[Mapping[str, Any]]) -> list[Curve]:
-    """Return the curve of every row of which a run was evaluated, the most accurate one first.
+def measure_of(runs: Sequence[Mapping[str, Any]]) -> Measure:
+    """Return what the runs of a comparison are judged by: accuracy where all that ended have one.
+
+    `runs` are its outcomes as its JSON holds them.
+    """
+    ended = [run["measured"] for run in runs if run["measured"]]
+    return ACCURACY if all(m["accuracy"] is not None for m in ended) else LOSS
+
+
+def curves_of(runs: Sequence[Mapping[str, Any]], measure: Measure) -> list[Curve]:
+    """Return the curve of every row of which a run was evaluated, the best one first.
 
     `runs` are the outcomes of a comparison as its JSON holds them.
     """
-    found = []
+    found, key, scale = [], measure.key, measure.scale
     for row in dict.fromkeys(run["row"] for run in runs):
         measured = [run["measured"] for run in runs if run["row"] == row and run["measured"]]
-        measured = [m for m in measured if m["curve"] and m["accuracy"] is not None]
+        measured = [m for m in measured if m["curve"]]
         if not measured:
             continue
         # Where all seeds were evaluated: one may have ended sooner than the others.
@@ -105,18 +124,18 @@ def curves_of(runs: Sequence[Mapping[str, Any]]) -> list[Curve]:
         if not shared:
             continue
         points = [[of[iteration] for of in by_iteration] for iteration in shared]
-        ends = [100 * m["curve"][-1]["accuracy"] for m in measured]
+        ends = [scale * m["curve"][-1][key] for m in measured]
         found.append(
             Curve(
                 row,
                 tuple(mean(p["sent_bytes"] for p in at) / MIB for at in points),
                 tuple(mean(p["train_s"] for p in at) for at in points),
-                tuple(mean(100 * p["accuracy"] for p in at) for at in points),
+                tuple(mean(scale * p[key] for p in at) for at in points),
                 stdev(ends) if len(ends) > 1 else 0.0,
                 mean(m["parameters_left"] for m in measured),
             )
         )
-    return sorted(found, key=lambda curve: -curve.accuracy[-1])
+    return sorted(found, key=lambda c: c.values[-1], reverse=measure.higher_is_better)
 
 
 def page_of(paths: Sequence[Path]) -> Page:
@@ -129,14 +148,15 @@ def page_of(paths: Sequence[Path]) -> Page:
         notices += [f"{name}: {line}" for line in found.diverged]
         machine = Table("Machine", (), tuple(found.machine.items()))
         title = name if len(paths) > 1 else "Results"
-        sections.append(Section(title, pictures_of(found.curves, number), found.tables[:1]))
+        sections.append(Section(title, pictures_of(found, number), found.tables[:1]))
         sections.append(Section("", (), [*found.tables[1:], machine]))
     title = "Comparison of methods" if len(paths) == 1 else "Comparisons of methods"
     return Page(title, " · ".join(map(shown, paths)), words, sections, notices)
 
 
-def pictures_of(curves: Sequence[Curve], number: int) -> list[Picture]:
-    """Return accuracy over bytes and over time, nothing where no run was evaluated."""
+def pictures_of(compared: Compared, number: int) -> list[Picture]:
+    """Return the measure over bytes and over time, nothing where no run was evaluated."""
+    curves, measure = compared.curves, compared.measure
     if not curves:
         return []
     found = []
@@ -145,11 +165,15 @@ def pictures_of(curves: Sequence[Curve], number: int) -> list[Picture]:
         ("seconds", "time", "seconds, this machine", [c.seconds for c in curves]),
     ):
         figure, panel = new_panel(4.2)
-        draw(panel, curves, places)
+        draw(panel, curves, places, measure)
         panel.set_xlabel(label)
-        panel.set_ylabel("test accuracy %")
+        panel.set_ylabel(f"{compared.judged_on} {measure.label}, {measure.unit}")
         legend_above(panel, 3)
-        found.append(Picture(f"{name}-{number}", f"Accuracy against {what}", figure, SPREAD))
+        found.append(
+            Picture(
+                f"{name}-{number}", f"{measure.label.capitalize()} against {what}", figure, SPREAD
+            )
+        )
     return found
 
 
@@ -167,7 +191,7 @@ def lead(found: Compared) -> str:
     if not found.places:
         return f"{text} None of them trained in all its seeds."
     best = [row for row, place in found.places.items() if place == 1]
-    text += f" Most accurate on average was {listed(best)}."
+    text += f" The best by mean {found.measure.label} is {listed(best)}."
     left = [row for row in found.rows if row not in found.places]
     if left:
         text += f" No place has {listed(left)}, which diverged or did no better than guessing."
@@ -187,7 +211,9 @@ def _spread_out(panel: "Axes") -> None:
     panel.xaxis.set_minor_formatter(NullFormatter())
 
 
-def draw(panel: "Axes", curves: Sequence[Curve], places: Sequence[Sequence[float]]) -> None:
+def draw(
+    panel: "Axes", curves: Sequence[Curve], places: Sequence[Sequence[float]], measure: Measure
+) -> None:
     """Draw each row over its places on the horizontal axis; the spread of the seeds at its end.
 
     Hollow ends are those of networks that are smaller than the largest one. Many rows are their
@@ -198,10 +224,10 @@ def draw(panel: "Axes", curves: Sequence[Curve], places: Sequence[Sequence[float
     for number, (curve, x) in enumerate(zip(curves, places, strict=True)):
         look = look_of(number)
         if not many:
-            panel.plot(x, curve.accuracy, linewidth=1.2, alpha=0.6, **look)
+            panel.plot(x, curve.values, linewidth=1.2, alpha=0.6, **look)
         panel.errorbar(
             x[-1:],
-            curve.accuracy[-1:],
+            curve.values[-1:],
             yerr=[curve.spread],
             fmt=marker_of(number),
             color=look["color"],
@@ -212,17 +238,18 @@ def draw(panel: "Axes", curves: Sequence[Curve], places: Sequence[Sequence[float
         )
         if many:
             where = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
-            panel.annotate(str(number + 1), (x[-1], curve.accuracy[-1]), **where)
+            panel.annotate(str(number + 1), (x[-1], curve.values[-1]), **where)
     if many:
-        ends = [(x[-1], c.accuracy[-1]) for c, x in zip(curves, places, strict=True)]
-        panel.plot(*zip(*front(ends), strict=True), color="#999999", linewidth=1, zorder=1)
+        ends = [(x[-1], c.values[-1]) for c, x in zip(curves, places, strict=True)]
+        panel.plot(*zip(*front(ends, measure), strict=True), color="#999999", linewidth=1, zorder=1)
     _spread_out(panel)
 
 
-def front(ends: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return those (cost, accuracy) that no other surpasses at the same cost or less."""
+def front(ends: Sequence[tuple[float, float]], measure: Measure) -> list[tuple[float, float]]:
+    """Return those (cost, value) that no other surpasses at the same cost or less."""
     found: list[tuple[float, float]] = []
-    for cost, accuracy in sorted(ends, key=lambda end: (end[0], -end[1])):
-        if not found or accuracy > found[-1][1]:
-            found.append((cost, accuracy))
+    sign = -1 if measure.higher_is_better else 1
+    for cost, value in sorted(ends, key=lambda end: (end[0], sign * end[1])):
+        if not found or measure.better(value, found[-1][1]):
+            found.append((cost, value))
     return found
