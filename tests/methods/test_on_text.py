@@ -24,6 +24,7 @@ OWN = {
     "prunex": COUPLED,
     "prunex-flat": COUPLED,
     "one-shot": COUPLED,
+    "parallax": {"model": "tiny_text:untied"},
 }
 
 
