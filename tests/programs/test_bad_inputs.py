@@ -216,7 +216,7 @@ def test_a_rank_of_factors_that_no_matrix_takes(tmp_path, more):
 @pytest.mark.parametrize("model", ["odd_models:small", "gpt_nano"])
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_models_without_an_embedding_of_its_own(tmp_path, model, more):
-    (tmp_path / "text").write_text("Some text." * 100)
+    (tmp_path / "text").write_text("Some text." * 1000)
     data = ["--dataset", "text", "--data-dir", tmp_path / "text"] if "gpt" in model else SYNTHETIC
     flags = ["--model", model, "--method", "parallax", "--run-dir", tmp_path / "run", *more]
     ended = run(*flags, *data)
