@@ -100,9 +100,9 @@ class Wire:
         with self.clock.exchanging(flat.device, "rest of Iallreduce", counted):
             MPI.Request.Waitall(requests)
 
-    def gather_(self, mine: Tensor, everyone: Tensor) -> None:
+    def gather_(self, mine: Tensor, everyone: Tensor, kind: str = "") -> None:
         """Gather `mine` [n] of every rank into `everyone` [comm.size, n]. Collective on `comm`."""
-        counted = self.count(mine.nbytes, self.comm.size * mine.nbytes, passes=1)
+        counted = self.count(mine.nbytes, self.comm.size * mine.nbytes, passes=1, kind=kind)
         with self.clock.exchanging(mine.device, "Allgather", counted):
             collectives.allgather_(self.comm, mine, everyone, self.transport)
 
@@ -111,6 +111,25 @@ class Wire:
         counted = self.count_dealt(mine.nbytes)
         with self.clock.exchanging(mine.device, "Alltoall", counted):
             collectives.deal_(self.comm, mine, received, self.transport)
+
+    def deal_parts_(
+        self,
+        mine: Tensor,
+        leaving: Sequence[int],
+        received: Tensor,
+        arriving: Sequence[int],
+        kind: str = "",
+    ) -> None:
+        """Send `leaving[r]` elements of `mine` to each other rank r, receive `arriving[r]` of it.
+
+        Collective on `comm`.
+        """
+        counted = self.count(mine.nbytes, travelling=0, kind=kind)
+        # Of what goes to others some may stay in the node.
+        leaves = self.inside * (self.ring - self.inside) * mine.nbytes // max(1, self.ring - 1)
+        self.traffic.sent += leaves
+        with self.clock.exchanging(mine.device, "Alltoallv", counted | {"sent": leaves}):
+            collectives.alltoallv_(self.comm, mine, leaving, received, arriving, self.transport)
 
     def shift_(self, mine: Tensor, to: int, received: Tensor, source: int) -> None:
         """Send `mine` to rank `to`, receive as much from `source`. Collective on `comm`."""
@@ -134,9 +153,11 @@ class Wire:
             counts = collectives.gather_counts(self.comm, count)
         return counts
 
-    def gather_parts_(self, mine: Tensor, counts: Sequence[int], everyone: Tensor) -> None:
+    def gather_parts_(
+        self, mine: Tensor, counts: Sequence[int], everyone: Tensor, kind: str = ""
+    ) -> None:
         """Gather `counts[r]` elements of each rank r into `everyone`. Collective on `comm`."""
-        counted = self.count(mine.nbytes, sum(counts) * mine.element_size(), passes=1)
+        counted = self.count(mine.nbytes, sum(counts) * mine.element_size(), passes=1, kind=kind)
         with self.clock.exchanging(mine.device, "Allgatherv", counted):
             collectives.allgatherv_(self.comm, mine, counts, everyone, self.transport)
 

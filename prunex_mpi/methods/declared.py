@@ -375,12 +375,12 @@ def check_pactrain(settings: Settings) -> None:
         raise UserError("amp fp16: the scale of pactrain.ternary must not overflow; use bf16")
 
 
-def check_gossip(settings: Settings) -> None:
+def check_hierarchical(settings: Settings) -> None:
     """Refuse gradients that all ranks send."""
     if settings.aggregation == "flat":
         raise UserError(
-            "aggregation flat: with gossip one leader speaks for each node; leave it away, or make "
-            "every rank a node with ranks-per-node 1"
+            f"aggregation flat: with {settings.method.name} one leader speaks for each node; leave "
+            "it away, or make every rank a node with ranks-per-node 1"
         )
 
 
@@ -388,8 +388,16 @@ GOSSIP = _per_step(
     "gossip",
     "GossipGraD: each node averages its gradient with that of one other at a time",
     defaults={"aggregation": "hierarchical"},
-    check=check_gossip,
+    check=check_hierarchical,
     drifts=True,
+)
+
+PARALLAX = _per_step(
+    "parallax",
+    "Parallax: of embeddings the rows that a batch touches, all else dense",
+    defaults={"aggregation": "hierarchical"},
+    check=check_hierarchical,
+    overflow_safe=True,
 )
 
 PACTRAIN = _per_step(
@@ -405,7 +413,7 @@ METHODS = (
     *(PRUNEX, PRUNEX_FLAT),
     *(DENSE, TOPK, DGC, POWERSGD, OMNIREDUCE, FP16, BF16),
     *(TERNGRAD, LION, ADACGD, PRUNETRAIN, PACTRAIN),
-    *(SPARDL, GOSSIP),
+    *(SPARDL, GOSSIP, PARALLAX),
     *(LOCAL_SGD, DILOCO, QSR, SPARSELOCO, ONE_SHOT),
 )
 # Where an optimizer's defaults are not those of SGD: rates of another size, and what goes by them.

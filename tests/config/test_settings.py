@@ -527,6 +527,8 @@ BAD_FLAGS = [
         "t-sync 2: local-steps auto sets the interval",
     ),
     ("--method gossip --aggregation flat", "aggregation flat: with gossip one leader speaks"),
+    ("--method parallax --aggregation flat", "aggregation flat: with parallax one leader speaks"),
+    ("--method parallax --payload int8", "payload means nothing to method parallax"),
     ("--method prunetrain --compile", "prunetrain changes the model too often"),
     ("--method prunetrain --prunetrain-reconfigure-every 65", "nothing would be removed"),
     ("--method diloco --optimizer adam", "did you mean 'adamw'"),

@@ -63,6 +63,8 @@ class Counting:
 
     def Alltoallv(self, mine, received) -> None:
         array, (counts, places), _ = mine
+        if array.dtype == np.int32:
+            self.positions += sum(counts) * array.itemsize
         self.sent += (sum(counts) - counts[self.comm.rank]) * array.itemsize
         self._reach(counts, places)
         self._reach(*received[1])

@@ -132,6 +132,7 @@ CASES = {
     "lion": "--method lion",
     "adacgd": "--method adacgd",
     "gossip": "--method gossip",
+    "parallax": "--method parallax --model odd_models:reads_with_empty_parameters",
     "prunetrain": "--method prunetrain --prunetrain-reconfigure-every 2 "
     "--prunetrain-threshold 0.45",
     "pactrain-grasp-of-ten": "--method pactrain --pactrain-score grasp --pactrain-stable-window 3 "

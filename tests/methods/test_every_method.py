@@ -19,7 +19,7 @@ from prunex_mpi.run.supervision import driver_of
 
 def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:
     """Return what a method remembers of a small network in float64."""
-    layout = build_layout(new_net())
+    layout = build_layout(new_net(method=method))
     theta = torch.zeros(layout.numel, dtype=torch.float64)
     return memory_of(make(method=method, **changes), layout, theta)
 
@@ -49,7 +49,8 @@ def test_what_workers_keep_of_gradients_is_not_for_float16(method):
 @pytest.mark.parametrize("method", [m.name for m in METHODS])
 def test_parameters_without_elements_do_no_harm(method):
     changes = {"prunetrain_reconfigure_every": 1} if method == "prunetrain" else {}
-    changes |= {"model": "odd_models:with_empty_parameters", "outer_iterations": 2}
+    kind = "reads_with" if method == "parallax" else "with"
+    changes |= {"model": f"odd_models:{kind}_empty_parameters", "outer_iterations": 2}
     with nodes_of(1) as topology, small_run(topology, "dense", method=method, **changes) as context:
         before = context.state.theta.clone()
         for _ in driver_of(context.settings).outer_iterations(topology, context):

@@ -25,6 +25,7 @@ OWN = {
     "prunex": COUPLED,
     "prunex-flat": COUPLED,
     "one-shot": COUPLED,
+    "parallax": {"model": "tiny_text:untied"},
 }
 
 

@@ -77,6 +77,13 @@ def small_constants(monkeypatch):
             monkeypatch.setitem(CONSTANTS[name], key, value)
 
 
+def settings_of(name, aggregation, **changes):
+    """Return the settings of an entry of METHODS; skip the test where they are refused."""
+    if name == "parallax" and aggregation == "flat":
+        pytest.skip("its leaders speak for nodes")
+    return make(**{**changes_of(name), "aggregation": aggregation, **changes})
+
+
 def changes_of(name):
     """Return the settings of an entry of METHODS, which begins with its method."""
     return {**COMMON, "method": name.partition(",")[0], **METHODS[name]}
@@ -85,9 +92,9 @@ def changes_of(name):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), ONCE_FOR_NODES)
 def test_program_equals_oracle(aggregation, ranks_per_node, method):
-    settings = make(aggregation=aggregation, **changes_of(method))
+    settings = settings_of(method, aggregation)
     wanted = {**vars(settings), "steps": STEPS, "steps_per_epoch": STEPS_PER_EPOCH}
-    model = new_net()
+    model = new_net(method=method)
     history = simulated(simulate_per_step, model, wanted, ranks_per_node)
     with nodes_of(ranks_per_node) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
@@ -195,7 +202,7 @@ def leaving(here, distance, workers):
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "parallax"])
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 3), ("flat", 4)])
 def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypatch):
     changes = {**changes_of(method), "outer_iterations": 1}

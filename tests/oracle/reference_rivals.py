@@ -367,6 +367,7 @@ def lion(contributions, memory, s):
 
 PER_STEP = {
     "dense": dense,
+    "parallax": dense,
     "terngrad": terngrad,
     "lion": lion,
     "adacgd": adacgd,

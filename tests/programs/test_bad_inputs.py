@@ -213,6 +213,17 @@ def test_a_rank_of_factors_that_no_matrix_takes(tmp_path, more):
     assert_refused(ended, USAGE, "powersgd-rank 8", "2.weight, 8 x 72, takes the largest, 7")
 
 
+@pytest.mark.parametrize("model", ["odd_models:small", "gpt_nano"])
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_models_without_an_embedding_of_its_own(tmp_path, model, more):
+    (tmp_path / "text").write_text("Some text." * 1000)
+    data = ["--dataset", "text", "--data-dir", tmp_path / "text"] if "gpt" in model else SYNTHETIC
+    flags = ["--model", model, "--method", "parallax", "--run-dir", tmp_path / "run", *more]
+    ended = run(*flags, *data)
+    assert_refused(ended, USAGE, "no nn.Embedding whose weights no other layer shares", "-untied")
+    assert not (tmp_path / "run/summary.json").exists()
+
+
 WORDS = st.text(st.characters(exclude_categories=["Cs"]) | st.just("\udcff"), max_size=20)
 NAMES = st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_size=20)
 

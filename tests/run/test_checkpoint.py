@@ -15,6 +15,7 @@ import torch
 from beats import PAUSE_S, Noted
 from jobs import NoisyNet, run_directory
 from launch import repeatable
+from nets import Reader
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from safetensors import safe_open
 
@@ -270,7 +271,7 @@ def new_run(
     settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
     torch.manual_seed(0)
     np.random.seed(topology.world.rank)
-    model = NoisyNet().to(dtype)
+    model = (Reader(10, 8) if scenario == "parallax" else NoisyNet()).to(dtype)
     for name in fixed:
         model.get_parameter(name).requires_grad_(False)
     layout = build_layout(model)
@@ -318,6 +319,7 @@ def assert_same(first: Run, second: Run) -> None:
         ("one-shot", 3),
         ("apart", 1),
         ("gossip", 1),
+        ("parallax", 2),
         ("prunetrain", 3),
         ("flat", 1),
         *seldom([*FEWER_BITS, *OVERLAPPED], 1),
