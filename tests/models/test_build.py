@@ -187,6 +187,8 @@ def test_a_narrow_transformer_has_fewer_heads_of_the_same_width():
     assert count(build_model("gpt_nano-w64", Tokens(65, 64))) == 4 * 12 * 64**2 + 9 * 64 + 129 * 64
 
 
-@pytest.mark.parametrize("suffixes", ["w48", "w32-gqa", "w96-gqa", "w128", "w64-w64", "rms-rms", "x"])
+@pytest.mark.parametrize(
+    "suffixes", ["w48", "w32-gqa", "w96-gqa", "w128", "w64-w64", "rms-rms", "x"]
+)
 def test_other_transformers_are_unknown(suffixes):
     assert gpt_shape(f"gpt_nano-{suffixes}") is None
