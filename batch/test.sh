@@ -54,9 +54,11 @@ show_failed_ranks() {
     done
 }
 
-# Print the files that have tests with a mark: all ranks would read the others for nothing.
+# Print the files that have tests with a mark, without those whose tests all have a second one: all
+# ranks would read the others for nothing.
 files_of() {
-    grep -rlE "mark\.$1\b" "$ROOT/tests" --include='test_*.py' | sort
+    grep -rlE "mark\.$1\b" "$ROOT/tests" --include='test_*.py' \
+        | xargs grep -LE "^pytestmark = .*\b${2:-nothing}\b" | sort
 }
 
 # Print how many threads each of so many processes may have: in all no more than there are cores.
@@ -69,16 +71,17 @@ threads_of() {
 # The first failure of a rank ends the job with its message in that rank's log: -x makes pytest exit
 # and mpi4py turns the exit into an abort, where the other ranks would wait in a collective for ever.
 test_in_parallel() {
-    local ranks=$1 which=
+    local ranks=$1 which= not=
     shift
-    if [[ $narrowed == no ]]; then set -- $(files_of mpi); fi
     if [[ -n ${PRUNEX_AGAIN:-} ]]; then
-        which=" and not any_mpi"
+        not=any_mpi
     elif [[ -n $NOT_LONG && $ranks == 2 ]]; then
         which=" and (two_ranks or not any_mpi)"
     elif [[ -n $NOT_LONG ]]; then
-        which=" and not two_ranks"
+        not=two_ranks
     fi
+    if [[ -n $not ]]; then which=" and not $not"; fi
+    if [[ $narrowed == no ]]; then set -- $(files_of mpi "$not"); fi
     export PRUNEX_TEST_LOGS=$SCRATCH/$ranks
     mkdir "$PRUNEX_TEST_LOGS"
     echo "==== ranks: $ranks, $PRUNEX_MPI"
@@ -91,14 +94,16 @@ test_in_parallel() {
     fi
 }
 
-# Without a launcher, on two processes: those marked so. Starting jobs leaves cores idle.
+# Without a launcher, on two processes: those marked so. Starting jobs leaves cores idle. Files keep
+# the order that tests/conftest.py gives them: xdist would have those of few tests last.
 test_serially() {
     local status=0 marks=$1$NOT_LONG
     shift
     if [[ $narrowed == no && $marks == jobs* ]]; then set -- $(files_of jobs); fi
     echo "==== without a launcher, $PRUNEX_MPI: $marks"
     OMP_NUM_THREADS=$(threads_of 2) timeout --foreground -k 15 "$RUN_TIMEOUT_S" \
-        "$VENV_PYTHON" "${PYTEST[@]}" -n 2 --dist loadfile -m "$marks" "$@" || status=$?
+        "$VENV_PYTHON" "${PYTEST[@]}" -n 2 --dist loadfile --no-loadscope-reorder \
+        -m "$marks" "$@" || status=$?
     # 5: whoever asked for some tests may have asked for none of these.
     if [[ $status != 0 && ($status != 5 || $narrowed == no) ]]; then
         echo "error: the tests failed without a launcher (status $status)" >&2
@@ -129,7 +134,7 @@ trap 'rm -rf "$SCRATCH"' EXIT
 # Else each process would compile the package, and rewrite the assertions of all tests, anew.
 unset PYTHONDONTWRITEBYTECODE
 # Waiting ranks of one job let those of another go on.
-export OMPI_MCA_mpi_yield_when_idle=1
+export OMPI_MCA_mpi_yield_when_idle=1 MPIR_CVAR_POLLS_BEFORE_YIELD=1
 if [[ -n $NOT_LONG ]]; then
     export PYTHONPATH=$ROOT/tests/harness/late_compiler${PYTHONPATH:+:$PYTHONPATH}
 fi

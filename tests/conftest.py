@@ -37,6 +37,11 @@ def _freeze_what_is_loaded():
         _loaded = len(sys.modules)
 
 
+def pytest_collection_modifyitems(items):
+    """Let the file that takes longest come first: at the end one process would be left with it."""
+    items.sort(key=lambda item: item.path.name != "test_cluster.py")
+
+
 def pytest_collection_finish(session):
     _freeze_what_is_loaded()
 

@@ -97,8 +97,9 @@ def statistics_left(topology: Topology, state: State, problem: Problem) -> list[
 
 
 # More batches than are taken, and fewer; both with a partial one at the end.
-@pytest.mark.parametrize("batches", [RECALIBRATION_BATCHES + 2, 3])
-@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
+@pytest.mark.parametrize(
+    ("ranks_per_node", "batches"), [(3, RECALIBRATION_BATCHES + 2), *((n, 3) for n in NODE_SHAPES)]
+)
 def test_estimated_statistics_equal_the_oracle(ranks_per_node, batches):
     model = build_model()
     state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
@@ -331,11 +332,13 @@ def oracle(seen: list[Seen], decay: float) -> tuple[Tensor, Tensor, int]:
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node"),
     [
-        pytest.param(name, ranks, marks=pytest.mark.long if name in RARELY else ())
-        for name in CHANGES
-        for ranks in (1, 2)
+        *(pytest.param(n, 1, marks=pytest.mark.long if n in RARELY else ()) for n in CHANGES),
         # Of flat consensus every rank is a node.
-        if (name, ranks) != (FLAT, 2)
+        *(
+            pytest.param(n, 2, marks=() if n in ("recipe", "dense") else pytest.mark.long)
+            for n in CHANGES
+            if n != FLAT
+        ),
     ],
 )
 def test_the_average_is_that_of_every_z_since_the_mask_changed(scenario, ranks_per_node):
@@ -392,6 +395,7 @@ def test_training_does_not_notice(scenario):
     assert all(torch.equal(a, b) for a, b in zip(tensors, also, strict=True))
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("scenario", ["recipe", "dense", "diloco", "sparseloco", "local sgd"])
 def test_what_is_judged_and_delivered_is_the_average(scenario):
     base, changes = BASES.get(scenario, scenario), settings_of(scenario)
@@ -427,6 +431,7 @@ def test_what_is_judged_and_delivered_is_the_average(scenario):
         assert all(torch.equal(a, b) for a, b in zip(last, now, strict=True))
 
 
+@pytest.mark.two_ranks
 def test_statistics_of_a_support_that_stays_are_estimated_on_the_average():
     """Where z's are for good at the freeze, on a mask that was the same before."""
     changes = settings_of("recipe", freeze_iteration=6, keep_ratio=(1.0,))
@@ -452,6 +457,7 @@ def test_the_best_is_the_best_average(scenario):
             assert torch.equal(context.state.z, averages[best])
 
 
+@pytest.mark.two_ranks
 def test_a_run_writes_the_average_also_where_it_was_interrupted(monkeypatch):
     judged = []
     real = evaluation.judge

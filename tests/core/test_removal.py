@@ -82,7 +82,15 @@ def run(settings, ranks_per_node, make_model):
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node", "make_model"),
     [
-        *((scenario, shape, CoupledNet) for scenario in SCENARIOS for shape in (1, 2)),
+        # Of what a scenario does and what a shape does, one beside the other is enough.
+        *(
+            (name, shape, CoupledNet)
+            for name, shape in zip(SCENARIOS, (1, 2, 1, 2, 1), strict=True)
+        ),
+        *(
+            pytest.param(name, shape, CoupledNet, marks=pytest.mark.long)
+            for name, shape in zip(SCENARIOS, (2, 1, 2, 1, 2), strict=True)
+        ),
         pytest.param("compiled", 1, CoupledNet, marks=pytest.mark.long),
         ("prunex", 3, CoupledNet),
         ("prunex", 2, Attention),

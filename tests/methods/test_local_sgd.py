@@ -110,6 +110,8 @@ def test_program_equals_oracle(ranks_per_node, scenario, monkeypatch):
     assert (record["density"] < 0.61) == pruned
 
 
+@pytest.mark.any_mpi
+@pytest.mark.two_ranks
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("method", ["prunex", "local-sgd"])
 def test_waiting_for_the_gradients_of_the_node_is_no_local_work(method, monkeypatch):

@@ -157,6 +157,7 @@ class Gain(nn.Module):
         return torch.tanh(self.gain * x)
 
 
+@pytest.mark.two_ranks
 def test_the_mask_of_grasp_is_that_of_all_ranks_batches(monkeypatch):
     """Against the explicit Hessian of the mean loss, on every rank; nothing else moves."""
     torch.manual_seed(3)

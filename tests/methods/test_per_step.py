@@ -61,10 +61,11 @@ METHODS |= {m.name: {} for m in PER_STEP if m.name not in COVERED}
 # Those that keep what they have not sent for a later step.
 WITH_RESIDUAL = [m.name for m in PER_STEP if hasattr(exchanges.code_of(m), "RESIDUAL")]
 AGGREGATIONS = ("flat", "hierarchical")
-# Leaders call among themselves what all ranks do in "flat": once for both MPIs.
+# Leaders call among themselves what all ranks do in "flat": once for both MPIs, and on one shape.
 ONCE_FOR_NODES = [
-    pytest.param(*shape, marks=[] if shape[0] == "flat" else pytest.mark.any_mpi)
-    for shape in SHAPES
+    SHAPES[0],
+    pytest.param(*SHAPES[1], marks=pytest.mark.long),
+    pytest.param(*SHAPES[2], marks=pytest.mark.any_mpi),
 ]
 
 

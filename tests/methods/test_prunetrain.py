@@ -113,6 +113,7 @@ def step(state, model, images, labels):
     return loss.detach()
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_smaller_network_goes_on_like_the_masked_one(network):
     """Twice, outputs and the next step are those of the network that keeps zeros in it."""

@@ -55,7 +55,7 @@ OLDER, NEWEST = "000001-iteration-2-step-0", "000002-iteration-3-step-0"
 RANK_0, RANK_1, MANIFEST = "rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"
 BOTH_REFUSED = (f"{NEWEST}: ", f"{OLDER}: ")
 # The same inputs each time, and nothing kept between two runs of the suite.
-PROPERTY = settings(deadline=None, database=None, derandomize=True, max_examples=25)
+PROPERTY = settings(deadline=None, database=None, derandomize=True, max_examples=15)
 
 Damage = Callable[[Path], object]
 
@@ -256,7 +256,7 @@ COUNTED = ("outer_iterations", "epochs", "image_size")
 VALUED = sorted(name for name, field in FIELDS.items() if field.type is not bool)
 
 
-@settings(PROPERTY, max_examples=80)
+@settings(PROPERTY, max_examples=50)
 @given(st.sampled_from(VALUED), WORDS | NUMBERS)
 def test_drawn_values_of_flags(name, value):
     if name in COUNTED and isinstance(value, int) and value > 10:
@@ -347,7 +347,7 @@ TOML_VALUES = st.recursive(
 KEYS = sorted([*SHARED, *GIVEN])
 
 
-@settings(PROPERTY, max_examples=60)
+@settings(PROPERTY, max_examples=30)
 @given(st.dictionaries(st.sampled_from(KEYS), TOML_VALUES, min_size=1, max_size=3))
 def test_drawn_values_of_keys(values):
     table = {key_of(name): value for name, value in values.items()}
@@ -842,7 +842,7 @@ def test_the_older_checkpoint_is_used_when_the_newest_is_damaged(interrupted, fi
     assert delivered[0].read_bytes() == delivered[1].read_bytes()
 
 
-@settings(PROPERTY, max_examples=60)
+@settings(PROPERTY, max_examples=30)
 @given(st.sampled_from([RANK_0, MANIFEST]), st.booleans(), st.data())
 def test_one_flipped_bit_or_any_cut_is_noticed(finished, file, flipped, data):
     with tempfile.TemporaryDirectory() as name:

@@ -187,6 +187,7 @@ def test_exception_on_one_rank_ends_the_job(tmp_path):
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long
 def test_what_cannot_compile_says_so_before_it_trains(tmp_path):
     places = {"CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
     result = train(2, [*QUICK, "--compile", "--run-dir", "run"], tmp_path, **places)
@@ -226,6 +227,7 @@ def test_launcher_mismatch_is_refused(tmp_path):
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long
 def test_dry_run_counts_without_training(tmp_path):
     dense, half, statistics = BY_HAND["resnet18"]
     arguments = ["--dry-run", "--model", "resnet18", "--dataset", "cifar10", "--stem", "cifar"]

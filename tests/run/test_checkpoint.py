@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cache
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology, free_topology
-from prunex_mpi.config.resolve import make
+from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.core.evaluation import memory_of_ema
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_groups
@@ -39,6 +40,7 @@ from prunex_mpi.core.state import (
     KNOWN,
     PLAIN,
     REST,
+    Position,
     Problem,
     RunContext,
     State,
@@ -210,11 +212,27 @@ SCENARIOS["qsr int4 behind"] = {**OVERLAPPED["diloco int4 behind"], **SCENARIOS[
 RARELY = ("int8sum", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
 
 
-def seldom(scenarios: Iterable[str], *shapes: int) -> list:
-    """Return scenarios to test, of which some take long and are of kinds that others have too."""
-    return [
-        pytest.param(s, *shapes, marks=[pytest.mark.long] if s in RARELY else []) for s in scenarios
-    ]
+def seldom(cases: Iterable[tuple], often: Iterable[tuple]) -> list:
+    """Return cases to test, of which all but `often` take long and are of kinds that these have."""
+    found = set(often)
+    assert found <= set(cases)
+    return [pytest.param(*c, marks=[] if c in found else [pytest.mark.long]) for c in cases]
+
+
+def left_cases() -> list:
+    """Return scenario and ranks per node of what is left between two local steps.
+
+    What does nothing of its own within a node is seen on nodes of one rank, of which two do.
+    """
+    found = []
+    for name, changes in SCENARIOS.items():
+        method = BY_NAME[changes.get("method", "prunex")]
+        alone = method.per_step and "aggregation" not in changes
+        alone |= name in ("flat", "qsr int4 behind", *STREAMED) or name.startswith("diloco ")
+        marks = [pytest.mark.two_ranks] if alone else []
+        marks += [pytest.mark.long] if name in RARELY else []
+        found.append(pytest.param(name, 1 if alone else 2, marks=marks))
+    return found
 
 
 @dataclass
@@ -302,35 +320,61 @@ def vectors(run: Run) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-def assert_same(first: Run, second: Run) -> None:
-    a, b = vectors(first), vectors(second)
+@dataclass
+class End:
+    """Where a run has come to."""
+
+    vectors: dict[str, torch.Tensor]
+    position: Position
+
+
+def end_of(run: Run) -> End:
+    return End(vectors(run), run.state.position)
+
+
+def assert_same(first: End, second: Run) -> None:
+    a, b = first.vectors, vectors(second)
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
-    assert first.state.position == second.state.position
+    assert first.position == second.state.position
 
 
-@pytest.mark.parametrize(
-    ("scenario", "ranks_per_node"),
-    [
-        *(("recipe", shape) for shape in NODE_SHAPES),
-        ("paper", 3),
-        ("fp16", 2),
-        ("one-shot", 3),
-        ("apart", 1),
-        ("gossip", 1),
-        ("parallax", 2),
-        ("prunetrain", 3),
-        ("flat", 1),
-        *seldom([*FEWER_BITS, *OVERLAPPED], 1),
-        ("int4", 3),
-        ("int4 behind", 2),
-    ],
+@cache
+def whole_run(scenario: str, ranks_per_node: int) -> tuple[list[dict], End]:
+    """Return the records and the end of a run that nobody leaves, which several tests share."""
+    with nodes_of(ranks_per_node) as topology:
+        run = new_run(topology, scenario)
+        records = list(run.iterate())
+        HELPERS.close()
+        return records, end_of(run)
+
+
+RESTORED = [
+    *(("recipe", shape) for shape in NODE_SHAPES),
+    ("paper", 3),
+    ("fp16", 2),
+    ("one-shot", 3),
+    ("apart", 1),
+    ("gossip", 1),
+    ("parallax", 2),
+    ("prunetrain", 3),
+    ("flat", 1),
+    *((scenario, 1) for scenario in (*FEWER_BITS, *OVERLAPPED)),
+    ("int4", 3),
+    ("int4 behind", 2),
+]
+# Nodes of two are in what is left between two local steps.
+RESTORED_OFTEN = (
+    *(("recipe", 3), ("recipe", 4), ("paper", 3), ("apart", 1), ("prunetrain", 3), ("int4", 3)),
+    *(("int4 behind", 1), ("removed", 1)),
 )
+
+
+@pytest.mark.parametrize(("scenario", "ranks_per_node"), seldom(RESTORED, RESTORED_OFTEN))
 def test_a_restored_run_goes_on_bit_for_bit(scenario, ranks_per_node):
+    expected, end = whole_run(scenario, ranks_per_node)
     with nodes_of(ranks_per_node) as topology, run_directory() as files:
-        whole = new_run(topology, scenario)
-        expected = list(whole.iterate())
         first = new_run(topology, scenario)
         iterations = first.iterate()
         records = [next(iterations) for _ in range(2)]
@@ -343,10 +387,10 @@ def test_a_restored_run_goes_on_bit_for_bit(scenario, ranks_per_node):
         second.save(files)
         third = new_run(topology, scenario)
         assert third.restore(files).name == "000002-iteration-6-step-0"
-        assert_same(second, third)
+        assert_same(end_of(second), third)
         records += list(third.iterate())
         assert records == expected
-        assert_same(whole, third)
+        assert_same(end, third)
 
 
 class StopsAt:
@@ -360,12 +404,10 @@ class StopsAt:
         return self.left < 0
 
 
-@pytest.mark.parametrize("scenario", seldom(SCENARIOS))
-def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario):
-    nodes = nodes_of(1 if scenario == "flat" else 2)
-    with nodes as topology, run_directory() as files:
-        whole = new_run(topology, scenario)
-        expected = list(whole.iterate())
+@pytest.mark.parametrize(("scenario", "ranks_per_node"), left_cases())
+def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario, ranks_per_node):
+    expected, end = whole_run(scenario, ranks_per_node)
+    with nodes_of(ranks_per_node) as topology, run_directory() as files:
         first = new_run(topology, scenario)
         records = list(first.iterate(StopsAt(10)))
         assert (first.state.position.iteration, first.state.position.step) == (4, 1)
@@ -373,7 +415,7 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario):
         second = new_run(topology, scenario)
         assert second.restore(files).name == "000001-iteration-4-step-1"
         assert records + list(second.iterate()) == expected
-        assert_same(whole, second)
+        assert_same(end, second)
         assert len(expected) == (5 if scenario.startswith("qsr") else 6)
 
 
@@ -382,9 +424,8 @@ def test_a_run_left_before_the_first_step_begins_the_phase_once():
 
     Outer iteration 4 is the last with groups that are dropped and still there.
     """
+    expected, end = whole_run("shrunk", 2)
     with nodes_of(2) as topology, run_directory() as files:
-        whole = new_run(topology, "shrunk")
-        expected = list(whole.iterate())
         first = new_run(topology, "shrunk")
         records = list(first.iterate(StopsAt(9)))
         assert (first.state.position.iteration, first.state.position.step) == (4, 0)
@@ -392,19 +433,23 @@ def test_a_run_left_before_the_first_step_begins_the_phase_once():
         second = new_run(topology, "shrunk")
         second.restore(files)
         assert records + list(second.iterate()) == expected
-        assert_same(whole, second)
+        assert_same(end, second)
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-@pytest.mark.parametrize("call", [3, 4, 14])
-@pytest.mark.parametrize("scenario", seldom(OVERLAPPED))
+UNDER_WAY = list(product(OVERLAPPED, (3, 4, 14), (1, 2)))
+UNDER_WAY_OFTEN = (
+    *(("int4 behind", 3, 1), ("int4 behind", 4, 2), ("int4 behind", 14, 1)),
+    *(("paper int8 behind", 3, 2), ("paper int8 behind", 14, 2)),
+)
+
+
+@pytest.mark.parametrize(("scenario", "call", "ranks_per_node"), seldom(UNDER_WAY, UNDER_WAY_OFTEN))
 def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(scenario, call, ranks_per_node):
     """Before the first step, before the step at which z arrives, and after it."""
     if ranks_per_node > WORLD.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
+    expected, end = whole_run(scenario, ranks_per_node)
     with nodes_of(ranks_per_node) as topology, run_directory() as files:
-        whole = new_run(topology, scenario)
-        expected = list(whole.iterate())
         first = new_run(topology, scenario)
         records = list(first.iterate(StopsAt(call)))
         position, overlap = first.state.position, first.settings.overlap_steps
@@ -417,15 +462,15 @@ def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(scenario, call, ran
         second = new_run(topology, scenario)
         second.restore(files)
         assert records + list(second.iterate()) == expected
-        assert_same(whole, second)
+        assert_same(end, second)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("call", [2, 14])
 @pytest.mark.parametrize("scenario", STREAMED)
 def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario, call):
+    expected, end = whole_run(scenario, 1)
     with nodes_of(1) as topology, run_directory() as files:
-        whole = new_run(topology, scenario)
-        expected = list(whole.iterate())
         first = new_run(topology, scenario)
         records = list(first.iterate(StopsAt(call)))
         position = first.state.position
@@ -437,7 +482,7 @@ def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario, call):
         second = new_run(topology, scenario)
         second.restore(files)
         assert records + list(second.iterate()) == expected
-        assert_same(whole, second)
+        assert_same(end, second)
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "one-shot", "diloco"])
@@ -446,10 +491,9 @@ def test_evaluation_leaves_training_alone(scenario):
     with nodes_of(2) as topology:
         often = new_run(topology, scenario, bn="recalibrate")
         list(often.iterate())
-        for evaluate_every in (2, 5):
-            rarely = new_run(topology, scenario, bn="recalibrate", evaluate_every=evaluate_every)
-            list(rarely.iterate())
-            assert_same(often, rarely)
+        rarely = new_run(topology, scenario, bn="recalibrate", evaluate_every=5)
+        list(rarely.iterate())
+        assert_same(end_of(often), rarely)
         if scenario == "diloco":
             # What is delivered was estimated on z, which training did not notice.
             averaged = new_run(topology, scenario, bn="average", evaluate_every=5)
@@ -474,6 +518,7 @@ def test_a_checkpoint_without_what_is_under_way_is_refused():
             assert reason in found if first or key == "stats" else found == ""
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("place", [[-1, 0], [0, -1], [0, 10**6]])
 def test_a_place_that_no_data_have_is_refused(place):
     with nodes_of(1) as topology:
@@ -488,6 +533,7 @@ def test_a_place_that_no_data_have_is_refused(place):
         assert ("is no place" in found) == (min(place) < 0)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("after", [1, 3])
 def test_weights_that_are_not_trained_come_back(after):
     fixed = [name for name, _ in NoisyNet().named_parameters()][:1]
@@ -524,8 +570,9 @@ def test_what_nodes_did_apart_is_said_to_be_lost_on_others():
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
-@pytest.mark.parametrize("scenario", ["recipe", "paper", "apart"])
+@pytest.mark.parametrize(
+    ("scenario", "before", "after"), [("recipe", 1, 4), ("paper", 3, 2), ("apart", 1, 4)]
+)
 def test_other_nodes_take_over_what_is_common(scenario, before, after):
     # In float64: sums over ranks in another order.
     with run_directory() as files:
@@ -566,16 +613,25 @@ def test_other_nodes_take_over_what_is_common(scenario, before, after):
                 assert np.abs(total).max() < 1e-12
 
 
+DEALT_OUT = [
+    (*case, call)
+    for call in (4, 13)
+    for case in (
+        *((scenario, *shapes) for shapes in ((1, 3), (3, 1)) for scenario in OVERLAPPED),
+        *((scenario, 3, 1) for scenario in FEWER_BITS),
+        *(("int4 behind", 1, 4), ("int4 behind", 4, 1)),
+    )
+]
+DEALT_OUT_OFTEN = (
+    *(("int4 behind", 1, 3, 4), ("int4 behind", 3, 1, 13), ("int4 behind", 4, 1, 4)),
+    *(("paper int8 behind", 1, 3, 13), ("paper int8 behind", 3, 1, 4)),
+    *(("int4", 3, 1, 4), ("removed", 3, 1, 13)),
+)
+
+
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("call", [4, 13])
 @pytest.mark.parametrize(
-    ("scenario", "before", "after"),
-    [
-        *(case for shapes in ((1, 3), (3, 1)) for case in seldom(OVERLAPPED, *shapes)),
-        *seldom(FEWER_BITS, 3, 1),
-        ("int4 behind", 1, 4),
-        ("int4 behind", 4, 1),
-    ],
+    ("scenario", "before", "after", "call"), seldom(DEALT_OUT, DEALT_OUT_OFTEN)
 )
 def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
     scenario, before, after, call
@@ -621,14 +677,15 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
 @pytest.mark.parametrize(
     ("method", "aggregation"),
     [
-        ("topk", "flat"),
         ("topk", "hierarchical"),
         ("dgc", "hierarchical"),
         ("powersgd", "flat"),
         ("sparseloco", ""),
-        ("omnireduce", "flat"),
-        ("spardl", "hierarchical"),
         ("lion", "hierarchical"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("topk", "flat"), ("omnireduce", "flat"), ("spardl", "hierarchical"))
+        ),
     ],
 )
 def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method, aggregation):
@@ -780,7 +837,7 @@ def dealt_out_in_turn() -> Iterator[Topology]:
         free_topology(topology)
 
 
-@pytest.mark.parametrize("scenario", ["recipe", "paper"])
+@pytest.mark.parametrize("scenario", ["recipe", pytest.param("paper", marks=pytest.mark.long)])
 def test_nodes_need_not_be_of_consecutive_ranks(scenario):
     if WORLD.size < 4:
         pytest.skip("consecutive ranks anyway")
@@ -794,9 +851,9 @@ def test_nodes_need_not_be_of_consecutive_ranks(scenario):
             second = new_run(topology, scenario)
             restored = second.restore(files)
             assert (restored.refused, restored.other_nodes) == ((), False)
-            assert_same(first, second)
+            assert_same(end_of(first), second)
             assert records + list(second.iterate()) == expected
-            assert_same(whole, second)
+            assert_same(end_of(whole), second)
         with nodes_of(2) as topology:
             assert new_run(topology, scenario).restore(files).other_nodes
 
@@ -822,6 +879,7 @@ def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario, once):
                 assert keys.isdisjoint(numbers["as_leader"])
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("victim", ["first", "last", "manifest"])
 def test_damage_on_one_rank_is_refused_by_all(victim):
     with nodes_of(2) as topology, run_directory() as files:
@@ -858,6 +916,7 @@ def test_damage_on_one_rank_is_refused_by_all(victim):
             assert len(list((files.path / "checkpoints").iterdir())) == 2
 
 
+@pytest.mark.two_ranks
 def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch):
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, "recipe")
@@ -875,6 +934,7 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch):
         assert new_run(topology, "recipe").restore(files).name == "000001-iteration-1-step-0"
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_a_slow_disk_of_one_rank_is_no_standstill(ranks_per_node, monkeypatch):
     """Writing and reading take long on the last rank; all go on meanwhile."""
@@ -909,6 +969,7 @@ def test_a_slow_disk_of_one_rank_is_no_standstill(ranks_per_node, monkeypatch):
             heartbeat.check(lambda: second.restore(files))
 
 
+@pytest.mark.two_ranks
 def test_removing_what_is_old_and_comparing_copies_is_no_standstill(monkeypatch):
     """Rank 0 removes what is left, the leader's values travel; all go on meanwhile."""
     unlink, same = os.unlink, np.array_equal

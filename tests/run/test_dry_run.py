@@ -112,13 +112,14 @@ def test_an_estimate_follows_where_a_link_is_given():
     assert re.search(rf"fp32 +3 +{4 * payload // 3:,} ", text)
 
 
-SHORT = {"model": "resnet8", "dataset": "synthetic", "image_size": 8, "train_samples": 16}
+SHORT = {"model": "resnet8-w4", "dataset": "synthetic", "image_size": 8, "train_samples": 16}
 SHORT |= {"test_samples": 8, "batch_size": 2, "local_steps": 1, "outer_iterations": 3}
 SHORT |= {"evaluate_every": 3, "device": "cpu"}
 PRUNED = {"groups": ("coupled",), "warmup_iterations": 1, "keep_ramp_iterations": 2}
 PRUNED |= {"freeze_iteration": 3}
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     "changes",
     [*({"payload": p, **PRUNED} for p in PAYLOADS), {"payload": "int4", "method": "local-sgd"}],
@@ -155,6 +156,7 @@ def test_bytes_are_those_that_a_run_counts(changes):
         assert payloads[0] > payloads[1] > payloads[2]
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -166,10 +168,9 @@ def test_bytes_are_those_that_a_run_counts(changes):
 )
 def test_first_weights_and_loss_are_looked_at(tmp_path, monkeypatch, changes, words):
     monkeypatch.chdir(tmp_path)
-    for name, stem in (("whole", "cifar"), ("other", "imagenet")):
-        model = build_model("resnet18", Images(32, 10), stem=stem)
-        save_file(model.state_dict(), f"{name}.safetensors")
-    settings = make(model="resnet18", dataset="cifar10", method="dense")
+    for name, model in (("whole", "resnet8"), ("other", "resnet8-w4")):
+        save_file(build_model(model, Images(32, 10)).state_dict(), f"{name}.safetensors")
+    settings = make(model="resnet8", dataset="cifar10", method="dense")
     with nodes_of(1) as topology:
         dry_run(with_overrides(settings, init_from="whole.safetensors"), topology)
         # One rank reads the file.

@@ -96,9 +96,9 @@ def test_every_rank_and_every_variable_begins_with_the_weights(scenario, monkeyp
                 assert 0 <= found["test_accuracy"] <= 1
 
 
+@pytest.mark.two_ranks
 @pytest.mark.mpi
-@pytest.mark.parametrize("flag", ["init_from", "teacher"])
-@pytest.mark.parametrize("kind", ["file", "run"])
+@pytest.mark.parametrize(("flag", "kind"), [("init_from", "file"), ("teacher", "run")])
 def test_weights_that_are_read_slowly_are_no_standstill(flag, kind, monkeypatch):
     """Rank 0 reads them; all go on meanwhile."""
     heartbeat = Noted()
@@ -135,6 +135,7 @@ def test_weights_that_are_read_slowly_are_no_standstill(flag, kind, monkeypatch)
         WORLD.Barrier()
 
 
+@pytest.mark.two_ranks
 @pytest.mark.mpi
 def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended():
     with run_folder() as folder:

@@ -90,10 +90,9 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(scenario, ranks_p
 @pytest.mark.parametrize(
     ("scenario", "late", "changes"),
     [
-        *(("recipe", late, {}) for late in ("local", "inter", "dual")),
+        ("recipe", "local", {}),
         ("recipe", "evaluate", {"bn": "recalibrate"}),
         ("paper", "project", {}),
-        ("int4", "inter", {}),
         ("behind", "inter", {}),
         ("flat consensus", "inter", {}),
         ("topk", "inter", {}),
@@ -101,6 +100,7 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(scenario, ranks_p
             pytest.param(*case, {}, marks=pytest.mark.long)
             for case in (
                 *(("recipe", "intra"), ("recipe", "project"), ("recipe", "evaluate")),
+                *(("recipe", "inter"), ("recipe", "dual"), ("int4", "inter")),
                 *(("paper", "inter"), ("paper", "dual"), ("int8sum", "inter")),
                 *(("flat consensus", "project"), ("local sgd", "intra"), ("sparseloco", "inter")),
                 *(("dense", "local"), ("topk", "local"), ("prunetrain", "project")),

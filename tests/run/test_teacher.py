@@ -17,7 +17,7 @@ from prunex_mpi.core.steps import forward, next_batch
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 MODEL = "resnet8-w4"
 PAINTED = {"image_mean": (0.3,) * 3, "image_std": (0.4,) * 3}
 

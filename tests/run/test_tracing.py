@@ -20,7 +20,7 @@ from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.records import tracing
 from prunex_mpi.run.supervision import progress_of, recorded
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 KINDS = ("payload", "mask", "intra", "control", "evaluate", "setup", "sent")
 PHASES = {"local", "intra", "project", "inter", "dual", "evaluate"}
