@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.pruning.label_layers import multiply_transposed, read
-from prunex_mpi.pruning.labels import Labels, first_along, thin, varying
+from prunex_mpi.pruning.labels import Labels, distinct, first_along, thin, varying
 
 MIXES = "attention mixes it with others"
 
@@ -145,7 +145,7 @@ def _join_heads(
     # For example a table of relative places.
     for own, mine in zip(found, apart, strict=True):
         if not mine:
-            labels.pin_labels(thin(own)[0].unique().tolist(), "all heads share it")
+            labels.pin_labels(distinct([own]), "all heads share it")
     return labels.roots(heads), apart
 
 

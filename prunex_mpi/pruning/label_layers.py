@@ -17,6 +17,7 @@ from prunex_mpi.pruning.labels import (
     Labels,
     Mixed,
     Standardised,
+    distinct,
     first_along,
     mixes,
     thin,
@@ -442,7 +443,7 @@ def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> No
         shared = _find_shared(labels, found, operands, sizes)
         if shared is not None:
             one = found.pop(shared)
-            labels.pin_labels(thin(one)[0].unique().tolist(), "it is the same for all channels")
+            labels.pin_labels(distinct([one]), "it is the same for all channels")
             # It stays where a channel is removed.
             zeros[shared] = False
     labelled = thin(*(own.expand(result.shape) for own in found))

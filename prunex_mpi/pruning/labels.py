@@ -183,8 +183,7 @@ class Labels:
         """Return the representatives of `labels`, PINNED for groups that stay, strides kept."""
         if self.plain:
             return labels
-        few = thin(labels)[0]
-        values, places = _ranked(few)
+        values, places = _ranked(thin(labels)[0])
         found = [self.root(v) if v > PINNED else v for v in values.tolist()]
         found = [PINNED if v in self.reasons else v for v in found]
         return torch.tensor(found)[places].expand(labels.shape)

@@ -137,16 +137,16 @@ def attempt(
         # What a module remembers of a forward pass would be of the whole network.
         smaller = resized(double, coupling, removed, sizes)
         wanted = _in_double(double, given_double)
-        allowed = EXACT if wanted is not None else TOLERANCE
-        if wanted is None:
-            wanted = masked(given)
-        else:
+        if wanted is not None:
             with following(smaller, places), failing:
                 found = smaller(given_double)
     # The model's own code may raise anything at other sizes.
     except Exception as error:
         own = [name for name in places.inside if is_own(model.get_submodule(name))]
         return Failure(one_line(error), own[-1] if own else None, failing.call)
+    allowed = EXACT
+    if wanted is None:
+        wanted, allowed = masked(given), TOLERANCE
     apart = float((found - wanted).abs().max()) if found.shape == wanted.shape else math.inf
     if not apart <= allowed * max(1.0, float(wanted.abs().max())):
         return Failure(f"the outputs differ by {apart:.2g}")
