@@ -234,44 +234,57 @@ def outer_memory(theta: Tensor) -> dict[str, Tensor]:
     return {VELOCITY: torch.zeros_like(theta)}
 
 
-def outer_step_(state: State, settings: Settings) -> None:
-    """Step from `last_z` towards z, the mean of the ranks, where the method has a velocity."""
+def outer_step_(state: State, settings: Settings, k: int) -> None:
+    """Step from `last_z` towards z, the mean of the ranks, where the method has a velocity.
+
+    z is of what left in outer iteration `k`.
+    """
     if VELOCITY in state.memory:
-        _nesterov_(settings, state.last_z, state.z, state.memory[VELOCITY])
+        _nesterov_(settings, k, state.last_z, state.z, state.memory[VELOCITY])
 
 
-def _nesterov_(settings: Settings, last: Tensor, mean: Tensor, velocity: Tensor) -> None:
-    """Make the mean what the outer step leads to; `last` is overwritten.
+def _nesterov_(settings: Settings, k: int, last: Tensor, mean: Tensor, velocity: Tensor) -> None:
+    """Make the mean what the outer step `k` leads to; `last` is overwritten.
 
     b = momentum b + (last - mean), mean = last - lr (last - mean + momentum b). Written so that lr
-    1 without momentum is the mean, bit for bit. The mask is kept: all vanish outside of it.
+    1 without momentum is the mean, bit for bit. The mask is kept: all vanish outside of it. The
+    momentum rises to its value by `outer_warmup` equal steps.
     """
     lr, momentum = settings.options.outer_lr, settings.options.outer_momentum
+    if k < settings.options.outer_warmup:
+        momentum *= k / settings.options.outer_warmup
     step = last.sub_(mean)
     velocity.mul_(momentum).add_(step)
     mean.add_(step, alpha=1 - lr).add_(velocity, alpha=-lr * momentum)
 
 
+def sent_in(iteration: int, number: int, settings: Settings) -> int:
+    """Return in which outer iteration part `number` left that is under way in `iteration`."""
+    return iteration - 1 if number in (0, settings.fragments) else iteration
+
+
 def arrive_(
-    state: State, settings: Settings, way: str, number: int = 0, behind: bool = False
+    state: State, settings: Settings, way: str, k: int, number: int = 0, behind: bool = False
 ) -> slice:
     """Take over the whole message, or part `number` of it, with what follows from a new z.
 
-    Returns its place in flat vectors.
+    It has left in outer iteration `k`. Returns its place in flat vectors.
     """
     if number:
         part = state.parts_of_message(settings.fragments)[number - 1]
-        _take_part_(state, settings, way, part, behind)
+        _take_part_(state, settings, way, part, k, behind)
     else:
         part = state.whole_message
         take_over_(state, way, behind=behind)
-        outer_step_(state, settings)
+        outer_step_(state, settings, k)
     if number in (0, settings.fragments):
         add_z_(state, settings)
     return part.place
 
 
-def _take_part_(state: State, settings: Settings, way: str, part: Part, behind: bool) -> None:
+def _take_part_(
+    state: State, settings: Settings, way: str, part: Part, k: int, behind: bool
+) -> None:
     """Do for a part of z what `take_over_` and `outer_step_` do for all; masks do not change."""
     coded, place = way == CODED, part.place
     message, statistics = _arrived(state, part, coded)
@@ -280,7 +293,7 @@ def _take_part_(state: State, settings: Settings, way: str, part: Part, behind: 
     if coded:
         mean.add_(last)
     if VELOCITY in state.memory:
-        _nesterov_(settings, last, mean, state.memory[VELOCITY][place])
+        _nesterov_(settings, k, last, mean, state.memory[VELOCITY][place])
     last.copy_(mean)
     if part.number == settings.fragments:
         _take_statistics_(state, part, statistics, coded, behind)

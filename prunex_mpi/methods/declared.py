@@ -112,6 +112,12 @@ LOCAL_SGD = _local(
 class DilocoOptions:
     outer_lr: float = option("learning rate of the step between nodes", 0.7, above=0)
     outer_momentum: float = option("Nesterov momentum of that step", 0.9, low=0, below=1)
+    outer_warmup: int = option(
+        "outer iterations over which that momentum rises from 0, a count or a share",
+        0,
+        low=0,
+        share=True,
+    )
     alpha: float = option(
         "weight of local parameters where z arrives late; auto: z plus what late steps did",
         AUTO,

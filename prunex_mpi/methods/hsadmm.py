@@ -32,7 +32,14 @@ from prunex_mpi.core import admm, loop
 from prunex_mpi.core.alike import holds_alike, take_first_
 from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
-from prunex_mpi.core.message import arrive_, exchange_message_, fill_message_, take_over_, way_of
+from prunex_mpi.core.message import (
+    arrive_,
+    exchange_message_,
+    fill_message_,
+    sent_in,
+    take_over_,
+    way_of,
+)
 from prunex_mpi.core.removal import remove_dropped_
 from prunex_mpi.core.schedule import Stage, find_stage, local_steps, may_stop, note_drift_
 from prunex_mpi.core.scores import scored, watch_
@@ -333,12 +340,14 @@ def z_arrives(context: RunContext) -> None:
         clock.late += time.perf_counter() - started
         clock.note("message", "wait for the helper", started)
     position = state.position
-    place = arrive_(state, context.settings, position.under_way, position.part, behind=True)
-    if starts_from_z(state, context.settings):
-        merge_(state, context.settings, place)
+    settings, part = context.settings, position.part
+    k = sent_in(position.iteration, part, settings)
+    place = arrive_(state, settings, position.under_way, k, part, behind=True)
+    if starts_from_z(state, settings):
+        merge_(state, settings, place)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
-        admm.update_rho2(state, context.settings)
+        admm.update_rho2(state, settings)
         admm.set_anchor_(state)
     position.under_way = ""
     clock.behind += now(state.theta.device) - started

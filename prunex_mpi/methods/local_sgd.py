@@ -82,7 +82,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
                     loss = mean_loss(topology.world, state, loss)
                 with phase(context, this, "dual"):
                     if not behind:
-                        outer_step_(state, settings)
+                        outer_step_(state, settings, this.k)
 
             # Nobody was trained with z: its statistics are estimated where it is looked at.
             estimate = ""

@@ -28,7 +28,7 @@ from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.admm import update_rho2
-from prunex_mpi.core.message import arrive_
+from prunex_mpi.core.message import arrive_, sent_in
 from prunex_mpi.core.problem import broadcast_tensor_
 from prunex_mpi.core.schedule import recount_steps_, steps_of
 from prunex_mpi.core.state import (
@@ -360,16 +360,18 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
         for key in _shared_keys(state):
             state.memory[key].copy_(first[0][key])
     _bcast_shared_memory(topology, state, transport)
-    if common["position"]["under_way"]:
+    place = common["position"]
+    if place["under_way"]:
         # The last that the old nodes have agreed on.
         _put_message(topology, first[0], state, transport)
-        arrive_(state, settings, common["position"]["under_way"], common["position"]["part"])
+        k = sent_in(place["iteration"], place["part"], settings)
+        arrive_(state, settings, place["under_way"], k, place["part"])
         if not state.consensus_sgd:
             update_rho2(state, settings)
-        common["position"]["under_way"] = ""
-    common["position"]["part"] = 0
-    lost = common["position"]["apart"]
-    common["position"]["apart"] = False
+        place["under_way"] = ""
+    place["part"] = 0
+    lost = place["apart"]
+    place["apart"] = False
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)
     if world.rank == 0:
@@ -379,7 +381,7 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
         broadcast_tensor_(world, buffer.detach(), transport)
     batchnorm.as_plain_(state.bn_modules, stats.div_(old_size), zero)
     batchnorm.write_plain(state.bn_modules, stats)
-    _put_position(state.position, common["position"])
+    _put_position(state.position, place)
     samples = problem.train.samples_among(old_size, common["order"])
     before = steps_of(settings, max(1, samples // problem.train.batch_size))
     recount_steps_(state.position, settings, before, problem.steps)

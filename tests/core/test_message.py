@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from prunex_mpi.config.resolve import make
@@ -10,25 +11,28 @@ from prunex_mpi.core.state import build_optimizer, forget_momentum_, remembered
 from prunex_mpi.methods.local_sgd import FEWEST_KEPT, advice
 
 
-def step_towards(z, mean, memory, settings):
+def step_towards(z, mean, memory, settings, k=1):
     """Return z after an outer step towards the mean of the ranks."""
     state = SimpleNamespace(z=mean.clone(), last_z=z.clone(), memory=memory)
-    outer_step_(state, settings)
+    outer_step_(state, settings, k)
     return state.z
 
 
-def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum():
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum(warmup):
     generator = torch.Generator().manual_seed(0)
     means = torch.randn(5, 7, generator=generator, dtype=torch.float64)
-    settings = make(method="diloco", diloco_outer_lr=0.4, diloco_outer_momentum=0.8)
+    rates = {"diloco_outer_lr": 0.4, "diloco_outer_momentum": 0.8}
+    settings = make(method="diloco", **rates, diloco_outer_warmup=warmup)
     z = torch.zeros(7, dtype=torch.float64)
     theirs = z.clone().requires_grad_()
     optimizer = torch.optim.SGD([theirs], lr=0.4, momentum=0.8, nesterov=True)
     memory = outer_memory(z)
-    for mean in means:
+    for k, mean in enumerate(means, 1):
         theirs.grad = theirs.detach() - mean
+        optimizer.param_groups[0]["momentum"] = 0.8 * min(1, k / max(1, warmup))
         optimizer.step()
-        z = step_towards(z, mean, memory, settings)
+        z = step_towards(z, mean, memory, settings, k)
         torch.testing.assert_close(z, theirs.detach(), rtol=1e-13, atol=1e-13)
     kept = optimizer.state[theirs]["momentum_buffer"]
     torch.testing.assert_close(memory[VELOCITY], kept, rtol=1e-13, atol=1e-13)

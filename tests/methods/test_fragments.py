@@ -25,7 +25,7 @@ SCENARIOS = {
     "diloco": {"method": "diloco"},
     "diloco behind": {"method": "diloco", "overlap_steps": 2},
     "diloco int4 behind alpha": dict(
-        method="diloco", payload="int4", overlap_steps=2, diloco_alpha=0.5
+        method="diloco", payload="int4", overlap_steps=2, diloco_alpha=0.5, diloco_outer_warmup=3
     ),
     "diloco behind alpha outer": dict(
         method="diloco", node_sync="outer", overlap_steps=1, diloco_alpha=0.3, inner_momentum="keep"
@@ -56,7 +56,9 @@ def test_program_equals_oracle(scenario, fragments, ranks_per_node):
     options = settings.options
     diloco = settings.method.name == "diloco"
     wanted = {**vars(settings), "steps": STEPS, "bucket_bytes": SMALL_BUCKETS.bucket_bytes}
-    wanted["outer"] = (options.outer_lr, options.outer_momentum) if diloco else None
+    wanted["outer"] = None
+    if diloco:
+        wanted["outer"] = options.outer_lr, options.outer_momentum, options.outer_warmup
     wanted["alpha"] = options.alpha if diloco and options.alpha >= 0 else None
     model = new_net()
     history = simulated(lambda *given: Simulation(*given).run(), model, wanted, ranks_per_node)

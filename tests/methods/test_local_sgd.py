@@ -33,7 +33,12 @@ SCENARIOS = {
     "local-sgd-outer": {"method": "local-sgd", "node_sync": "outer"},
     "diloco": {"method": "diloco"},
     "diloco-adamw": dict(
-        method="diloco", optimizer="adamw", inner_momentum="keep", lr=0.002, node_sync="outer"
+        method="diloco",
+        optimizer="adamw",
+        inner_momentum="keep",
+        lr=0.002,
+        node_sync="outer",
+        diloco_outer_warmup=2,
     ),
     "diloco-adamw-reset": dict(
         method="diloco", optimizer="adamw", lr=0.02, weight_decay=0.5, weight_decay_on="weights"

@@ -639,12 +639,11 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
                         kept["exp_avg" if "exp_avg" in kept else "momentum_buffer"] *= mask[n]
         mean = masked(mean, mask)
         if s.method.name == "diloco":
+            mu = s.options.outer_momentum * min(1, k / max(1, s.options.outer_warmup))
             for n in names:
                 displacement = z[n] - mean[n]
-                velocity[n] = s.options.outer_momentum * velocity[n] + displacement
-                z[n] = z[n] - s.options.outer_lr * (
-                    displacement + s.options.outer_momentum * velocity[n]
-                )
+                velocity[n] = mu * velocity[n] + displacement
+                z[n] = z[n] - s.options.outer_lr * (displacement + mu * velocity[n])
         elif s.method.name == "sparseloco":
             total_sent = {n: torch.zeros_like(x) for n, x in z.items()}
             for i, size in enumerate(node_sizes):

@@ -85,9 +85,10 @@ class Simulation:
         return p, mean, held
 
     def receive(self, sent, behind):
-        p, mean, held = sent
+        p, mean, held, k = sent
         if self.s.outer:
-            lr, mu = self.s.outer
+            lr, mu, rise = self.s.outer
+            mu *= min(1, k / max(1, rise))
             gradient = self.z[p] - mean
             self.velocity[p] = mu * self.velocity[p] + gradient
             self.z[p] = self.z[p] - lr * (gradient + mu * self.velocity[p])
@@ -116,13 +117,13 @@ class Simulation:
                     pending = None
                 if t not in sends or last:
                     continue
-                sent = self.send(sends[t])
+                sent = *self.send(sends[t]), k
                 if s.overlap_steps:
                     pending = now, sent
                 else:
                     self.receive(sent, False)
             if last:
-                self.receive(self.send(slice(0, self.z.numel())), False)
+                self.receive((*self.send(slice(0, self.z.numel())), k), False)
             self.history.append(
                 SimpleNamespace(
                     z=self.z.clone(),
