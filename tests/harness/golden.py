@@ -66,6 +66,8 @@ CASES = {
     "prunex-filter": f"{PRUNE} --groups filter",
     "prunex-shape": f"{PRUNE} --groups shape",
     "prunex-filter-channel": f"{PRUNE} --groups filter channel --keep-ratio 0.5 0.75",
+    "prunex-pattern": f"{PRUNE} --groups pattern",
+    "prunex-kernel-pattern-int4": f"{PRUNE} --groups kernel pattern --payload int4",
     "prunex-three-groups": f"{PRUNE} --groups channel shape filter",
     "prunex-coupled": COUPLED,
     "prunex-coupled-shape": f"{PRUNE} --groups coupled shape",
