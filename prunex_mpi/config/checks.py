@@ -32,9 +32,9 @@ def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
     if s.method.check is not None:
         s.method.check(s)
     _check_fp16(s)
-    if s.optimizer == "muon" and s.method.prunes_weights:
+    if s.optimizer == "muon" and (s.method.prunes_weights or s.method.own_groups):
         raise UserError(
-            f"optimizer muon makes matrices orthogonal, which brings back the single weights that "
+            f"optimizer muon makes matrices orthogonal, which brings back the weights that "
             f"{s.method.name} has pruned; give sgd or adamw"
         )
     _check_interval(s)

@@ -49,7 +49,7 @@ PATTERNS = np.array(
 INSIDE = ("kernel", "pattern")
 # A pattern has a ratio of its own: one of four.
 ONE_PATTERN = 1 / len(PATTERNS)
-COUPLED_REACH = "--groups coupled, which prunes linear layers and heads of attention too"
+INSTEAD = "give --groups coupled, which prunes linear layers and heads of attention too"
 
 
 @dataclass(frozen=True)
@@ -248,20 +248,21 @@ def find_groups(
     *,
     coupling: Coupling | None = None,
     ends: Ends | None = None,
+    instead: str = INSTEAD,
 ) -> Groups:
     """Return the groups of `model`, with reasons for the layers that cannot be pruned.
 
     `keep_ratios` holds one ratio per kind but `pattern`, or one for all; of `layer_keep_ratios`,
     (fnmatch pattern on the parameter's name, ratio), the last match wins. Without `ends` the first
     and the last layer by definition are stem and classifier. Raises UserError when no group can be
-    pruned or a pattern matches no layer.
+    pruned (do `instead`) or a pattern matches no layer.
     """
     with_ratio = [kind for kind in kinds if kind != "pattern"]
     ratios = list(keep_ratios) * (len(with_ratio) if len(keep_ratios) == 1 else 1)
     ratio_of = dict(zip(with_ratio, ratios, strict=True))
     index = {s.name: i for i, s in enumerate(layout.segments)}
     alone = [kind for kind in kinds if kind != "coupled"]
-    candidates, excluded = _find_layers(model, index, alone, ends or Ends(frozenset(), ""))
+    candidates, excluded = _find_layers(model, index, alone, ends or Ends(frozenset(), ""), instead)
     names = [name for name, _, _ in candidates]
     layers = [layer for _, layer, _ in candidates]
     if coupling is not None:
@@ -281,7 +282,7 @@ def find_groups(
     if not layers:
         raise UserError(
             f"no layer of the model can be pruned by {'+'.join(kinds)} groups "
-            f"({excluded[0]}): give {COUPLED_REACH}"
+            f"({excluded[0]}): {instead}"
         )
 
     def keep_ratio(name: str, ratio: float) -> float:
@@ -329,12 +330,12 @@ def out_of_reach(groups: Groups, numel: int) -> str:
     found = f"{groups.prunable_numel:,} of the {numel:,} parameters"
     return (
         f"{'+'.join(kinds)} groups are of convolutions, which have {found} to prune: all others "
-        f"stay, and are sent whole; give {COUPLED_REACH}"
+        f"stay, and are sent whole; {INSTEAD}"
     )
 
 
 def _find_layers(
-    model: nn.Module, index: dict[str, int], kinds: Sequence[str], ends: Ends
+    model: nn.Module, index: dict[str, int], kinds: Sequence[str], ends: Ends, instead: str
 ) -> tuple[list[tuple[str, PrunableLayer, list[str]]], list[str]]:
     """Return (name, layer, usable kinds) of the convolutions, and reasons for what is excluded."""
     if not kinds:
@@ -347,8 +348,7 @@ def _find_layers(
     convs = [(name, module) for name, module in weighted if isinstance(module, CONVOLUTIONS)]
     if not convs:
         raise UserError(
-            f"the model has no convolution layer to prune by {'+'.join(kinds)} groups: give "
-            f"{COUPLED_REACH}"
+            f"the model has no convolution layer to prune by {'+'.join(kinds)} groups: {instead}"
         )
     classifier = ends.head or weighted[-1][0]
     stems = ends.stems or {convs[0][0]}

@@ -258,7 +258,7 @@ class Settings:
     layer_keep_ratio: tuple[str, ...] = _setting(
         "PATTERN=RATIO for parameters whose name matches; the last match wins",
         optional=True,
-        of="prunes_groups",
+        of="keeps_by_layer",
         metavar="PATTERN=RATIO",
     )
     round_to: int = _setting(

@@ -137,6 +137,8 @@ CASES = {
     "parallax": "--method parallax --model odd_models:reads_with_empty_parameters",
     "prunetrain": "--method prunetrain --prunetrain-reconfigure-every 2 "
     "--prunetrain-threshold 0.45",
+    "clicktrain": "--method clicktrain",
+    "clicktrain-leaders": "--method clicktrain --aggregation hierarchical --keep-ratio 0.3",
     "pactrain-grasp-of-ten": "--method pactrain --pactrain-score grasp --pactrain-stable-window 3 "
     "--train-samples 256",
     "pactrain-magnitude-ternary": "--method pactrain --pactrain-score magnitude --pactrain-ternary "
