@@ -431,6 +431,14 @@ PARALLAX = _per_step(
     overflow_safe=True,
 )
 
+CLICKTRAIN = _per_step(
+    "clicktrain",
+    "ClickTrain: kernels and patterns of them, chosen by one batch and pruned later",
+    ClicktrainOptions,
+    check=check_clicktrain,
+    own_groups=("kernel", "pattern"),
+)
+
 PACTRAIN = _per_step(
     "pactrain",
     "pruned weights, and gradients whose sparsity all workers know",
@@ -438,14 +446,6 @@ PACTRAIN = _per_step(
     check=check_pactrain,
     prunes_weights=True,
     overflow_safe=True,
-)
-
-CLICKTRAIN = _per_step(
-    "clicktrain",
-    "ClickTrain: kernels and patterns of them, chosen by one batch and pruned later",
-    ClicktrainOptions,
-    check=check_clicktrain,
-    own_groups=("kernel", "pattern"),
 )
 
 METHODS = (
