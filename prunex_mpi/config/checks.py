@@ -8,6 +8,9 @@ from prunex_mpi.settings import fields
 from prunex_mpi.settings.fields import Estimate, Settings, key_of
 from prunex_mpi.settings.values import AUTO
 
+# What patterns, which are always one of four, have no use for.
+OF_A_RATIO = ("keep_ratio", "layer_keep_ratio", "round_to")
+
 
 def first_at_target(values: Mapping[str, Any]) -> int:
     """Return the first outer iteration with the target keep ratio."""
@@ -29,18 +32,20 @@ def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
     if s.method.check is not None:
         s.method.check(s)
     _check_fp16(s)
-    if s.optimizer == "muon" and s.method.prunes_weights:
+    if s.optimizer == "muon" and (s.method.prunes_weights or s.method.own_groups):
         raise UserError(
-            f"optimizer muon makes matrices orthogonal, which brings back the single weights that "
+            f"optimizer muon makes matrices orthogonal, which brings back the weights that "
             f"{s.method.name} has pruned; give sgd or adamw"
         )
     _check_interval(s)
     if not s.method.prunes_groups:
         return
-    if len(s.keep_ratio) not in (1, len(s.groups)):
+    with_ratio = [kind for kind in s.groups if kind != "pattern"]
+    if len(s.keep_ratio) not in (1, len(with_ratio)):
         raise UserError(
-            f"keep-ratio has {len(s.keep_ratio)} values for {len(s.groups)} groups; "
+            f"keep-ratio has {len(s.keep_ratio)} values for {len(with_ratio)} groups; "
             "give one for all or one per group"
+            + (", but none for pattern" if "pattern" in s.groups else "")
         )
     if s.keep_by != "groups" and s.groups != ("coupled",):
         raise UserError(f"keep-by {s.keep_by} is for coupled groups alone; give --groups coupled")
@@ -91,12 +96,14 @@ def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
         ("freeze_window", "freeze_drift", s.freeze_drift < 0),
         ("beta2", "optimizer", s.optimizer == "sgd"),
         *((name, "penalty", s.penalty == "fixed") for name in ("rho_factor", "rho_max")),
+        *((name, "groups", s.groups == ("pattern",)) for name in OF_A_RATIO),
     )
     for name, other, idle in means_nothing:
         if idle and getattr(s, name) != usual[name]:
+            value = getattr(s, other)
+            shown = value[0] if isinstance(value, tuple) else value
             raise UserError(
-                f"{key_of(name)} means nothing with {key_of(other)} {getattr(s, other)}; leave it "
-                "away"
+                f"{key_of(name)} means nothing with {key_of(other)} {shown}; leave it away"
             )
 
 

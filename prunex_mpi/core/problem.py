@@ -31,7 +31,7 @@ from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.models.layout import Layout, trained_parameters
 from prunex_mpi.pruning.coupling import PLAIN
-from prunex_mpi.pruning.groups import Groups, find_groups
+from prunex_mpi.pruning.groups import INSTEAD, Groups, find_groups
 from prunex_mpi.pruning.projection import with_budget
 from prunex_mpi.pruning.rules import Rules, find_coupling_by, find_rules, training_failure
 from prunex_mpi.settings.fields import Settings, layer_keep_ratios
@@ -73,7 +73,8 @@ def make_groups(
 
     `rules` are those of `choose_rules`, which are chosen here without.
     """
-    if not (settings.method.removes or settings.method.prunes_groups):
+    kinds = settings.method.own_groups or settings.groups
+    if not (settings.method.removes or settings.method.keeps_by_layer):
         return Groups((), (), 0, ())
     if rules is None:
         rules = choose_rules(settings, model, inputs)
@@ -81,16 +82,17 @@ def make_groups(
         coupling = find_coupling_by(model, inputs, rules)
         return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
     coupling = None
-    if "coupled" in settings.groups:
+    if "coupled" in kinds:
         coupling = find_coupling_by(model, inputs, rules)
     found = find_groups(
         model,
         layout,
-        settings.groups,
+        kinds,
         settings.keep_ratio,
         layer_keep_ratios(settings),
         coupling=coupling,
-        ends=None if settings.groups == ("coupled",) else find_ends(model, inputs),
+        ends=None if kinds == ("coupled",) else find_ends(model, inputs),
+        instead="choose another --method" if settings.method.own_groups else INSTEAD,
     )
     if settings.keep_by != "groups":
         found = with_budget(found, layout, settings.keep_by, settings.round_to, settings.keep_floor)

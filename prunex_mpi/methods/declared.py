@@ -381,6 +381,37 @@ def check_pactrain(settings: Settings) -> None:
         raise UserError("amp fp16: the scale of pactrain.ternary must not overflow; use bf16")
 
 
+@dataclass(frozen=True)
+class ClicktrainOptions:
+    choose_iteration: int = option(
+        "outer iterations before the batch that chooses kernels and patterns, a count or a share",
+        Fraction(1, 3),
+        share=True,
+    )
+    prune_iteration: int = option(
+        "outer iteration whose end prunes what was not chosen, a count or a share",
+        Fraction(3, 4),
+        share=True,
+    )
+    lasso: float = option("coefficient of the group lasso on it until then", 2.5e-4, low=0)
+
+
+def check_clicktrain(settings: Settings) -> None:
+    """Refuse several ratios, and to choose or to prune when it can't be."""
+    own, outer = settings.options, settings.outer_iterations
+    if len(settings.keep_ratio) != 1:
+        raise UserError(
+            f"keep-ratio has {len(settings.keep_ratio)} values; that of clicktrain is of kernels: "
+            "give one"
+        )
+    if not own.choose_iteration < own.prune_iteration <= outer:
+        raise UserError(
+            f"clicktrain.choose-iteration {own.choose_iteration} must be less than "
+            f"clicktrain.prune-iteration {own.prune_iteration}, and that at most the {outer} "
+            "outer-iterations"
+        )
+
+
 def check_hierarchical(settings: Settings) -> None:
     """Refuse gradients that all ranks send."""
     if settings.aggregation == "flat":
@@ -406,6 +437,14 @@ PARALLAX = _per_step(
     overflow_safe=True,
 )
 
+CLICKTRAIN = _per_step(
+    "clicktrain",
+    "ClickTrain: kernels and patterns of them, chosen by one batch and pruned later",
+    ClicktrainOptions,
+    check=check_clicktrain,
+    own_groups=("kernel", "pattern"),
+)
+
 PACTRAIN = _per_step(
     "pactrain",
     "pruned weights, and gradients whose sparsity all workers know",
@@ -418,7 +457,7 @@ PACTRAIN = _per_step(
 METHODS = (
     *(PRUNEX, PRUNEX_FLAT),
     *(DENSE, TOPK, DGC, POWERSGD, OMNIREDUCE, FP16, BF16),
-    *(TERNGRAD, LION, ADACGD, PRUNETRAIN, PACTRAIN),
+    *(TERNGRAD, LION, ADACGD, PRUNETRAIN, PACTRAIN, CLICKTRAIN),
     *(SPARDL, GOSSIP, PARALLAX),
     *(LOCAL_SGD, DILOCO, QSR, SPARSELOCO, ONE_SHOT),
 )

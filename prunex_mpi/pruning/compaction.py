@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prunex_mpi.models.layout import Layout, tile_length
 from prunex_mpi.pruning.groups import Groups, PrunableLayer
-from prunex_mpi.pruning.masks import layer_masks, set_rows_
+from prunex_mpi.pruning.masks import LayerMask, layer_masks, set_rows_
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Plan:
 def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.device) -> Plan:
     """Return the plan of `mask`, with its index tensors on `device`."""
     by_segment = {
-        layer.segment: (layer, rows, columns)
-        for layer, (rows, columns) in zip(groups.layers, layer_masks(mask, groups), strict=True)
+        layer.segment: (layer, kept)
+        for layer, kept in zip(groups.layers, layer_masks(mask, groups), strict=True)
     }
     pieces: list[Piece] = []
     # Coupled layers share rows and channels.
@@ -70,9 +70,9 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
     for number, segment in enumerate(layout.segments):
         piece = _whole(segment.offset, start, segment.numel)
         if number in by_segment:
-            layer, rows, columns = by_segment[number]
-            if not (rows.all() and columns.all()):
-                shape, rows, channels = _view_of_kept(layer, rows, columns)
+            layer, found = by_segment[number]
+            if not all(bits is None or bits.all() for bits in found):
+                shape, rows, channels = _view_of_kept(layer, found)
                 size = np.count_nonzero(rows) * np.count_nonzero(channels) * shape[2]
                 kept = (_find_kept(bits, shape[2], device, known) for bits in (rows, channels))
                 piece = Piece(segment.offset, segment.numel, start, size, shape, *kept)
@@ -131,12 +131,15 @@ def _end_near(plan: Plan, wanted: float, unit: int) -> int:
 
 
 def _view_of_kept(
-    layer: PrunableLayer, rows: np.ndarray, columns: np.ndarray
+    layer: PrunableLayer, found: LayerMask
 ) -> tuple[tuple[int, int, int], np.ndarray, np.ndarray]:
     """Return a shape [rows, channels, kernel] with the rows and the channels of it that are kept.
 
-    Layers of a single column are a single row of channels.
+    Layers of a single column are a single row of channels, as are those of kernels and patterns.
     """
+    rows, columns, weights = found
+    if weights is not None:
+        return (1, layer.numel, 1), np.ones(1, dtype=bool), weights.reshape(-1)
     by_channel = columns.reshape(layer.blocks, layer.channels, layer.kernel)
     whole_channels = bool((by_channel.all(axis=2) == by_channel.any(axis=2)).all())
     all_of_one = np.ones(1, dtype=bool)

@@ -9,6 +9,9 @@ A convolution's weight [C_out, C_in/g, *kernel] with g = `conv.groups` is g GEMM
 
 and, beyond the paper,
 
+- `kernel`:  the weights between an input and an output channel; C_out * C_in/g groups
+- `pattern`: a square of 2x2 weights of a 3x3 kernel, with its centre (`PATTERNS`); 4 groups in each
+             of C_out * C_in/g selections, which overlap: what one that is kept has stays
 - `coupled`: all slices that have to go together for a channel to be removable (`coupling`), which
   competes with the channels that have slices in the same places.
 
@@ -32,7 +35,21 @@ from prunex_mpi.models.slim import CONVOLUTIONS
 from prunex_mpi.pruning.coupling import Coupling
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-COUPLED_REACH = "--groups coupled, which prunes linear layers and heads of attention too"
+# The patterns of ClickTrain's 3x3 kernels, in its code's order, bool [4, 9]. (Zhang et al. 2021)
+PATTERNS = np.array(
+    [
+        [0, 0, 0, 0, 1, 1, 0, 1, 1],
+        [0, 0, 0, 1, 1, 0, 1, 1, 0],
+        [0, 1, 1, 0, 1, 1, 0, 0, 0],
+        [1, 1, 0, 1, 1, 0, 0, 0, 0],
+    ],
+    dtype=bool,
+)
+# Kinds of which a layer's groups are no rows or columns.
+INSIDE = ("kernel", "pattern")
+# A pattern has a ratio of its own: one of four.
+ONE_PATTERN = 1 / len(PATTERNS)
+INSTEAD = "give --groups coupled, which prunes linear layers and heads of attention too"
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,7 @@ class PrunableLayer:
 class Selection:
     """The groups of one kind in one layer: `selections` independent choices among `count` each.
 
-    Coupled groups belong to no layer (-1); each is `unit` channels wide.
+    Coupled groups belong to no layer (-1); each is `unit` channels wide, patterns are none.
     """
 
     layer: int
@@ -231,18 +248,21 @@ def find_groups(
     *,
     coupling: Coupling | None = None,
     ends: Ends | None = None,
+    instead: str = INSTEAD,
 ) -> Groups:
     """Return the groups of `model`, with reasons for the layers that cannot be pruned.
 
-    `keep_ratios` holds one ratio per kind, or one for all; of `layer_keep_ratios`, (fnmatch pattern
-    on the parameter's name, ratio), the last match wins. Without `ends` the first and the last
-    layer by definition are stem and classifier. Raises UserError when no group can be pruned or a
-    pattern matches no layer.
+    `keep_ratios` holds one ratio per kind but `pattern`, or one for all; of `layer_keep_ratios`,
+    (fnmatch pattern on the parameter's name, ratio), the last match wins. Without `ends` the first
+    and the last layer by definition are stem and classifier. Raises UserError when no group can be
+    pruned (do `instead`) or a pattern matches no layer.
     """
-    ratios = list(keep_ratios) * (len(kinds) if len(keep_ratios) == 1 else 1)
+    with_ratio = [kind for kind in kinds if kind != "pattern"]
+    ratios = list(keep_ratios) * (len(with_ratio) if len(keep_ratios) == 1 else 1)
+    ratio_of = dict(zip(with_ratio, ratios, strict=True))
     index = {s.name: i for i, s in enumerate(layout.segments)}
     alone = [kind for kind in kinds if kind != "coupled"]
-    candidates, excluded = _find_layers(model, index, alone, ends or Ends(frozenset(), ""))
+    candidates, excluded = _find_layers(model, index, alone, ends or Ends(frozenset(), ""), instead)
     names = [name for name, _, _ in candidates]
     layers = [layer for _, layer, _ in candidates]
     if coupling is not None:
@@ -262,7 +282,7 @@ def find_groups(
     if not layers:
         raise UserError(
             f"no layer of the model can be pruned by {'+'.join(kinds)} groups "
-            f"({excluded[0]}): give {COUPLED_REACH}"
+            f"({excluded[0]}): {instead}"
         )
 
     def keep_ratio(name: str, ratio: float) -> float:
@@ -274,11 +294,11 @@ def find_groups(
     by_kind: list[tuple[Selection, ...]] = []
     coupled: list[CoupledLayer] = []
     start = 0
-    for kind, ratio in zip(kinds, ratios, strict=True):
+    for kind in kinds:
         selections = []
         if kind == "coupled":
             for s in coupling.sets:
-                keep = keep_ratio(s.name, ratio)
+                keep = keep_ratio(s.name, ratio_of[kind])
                 selections.append(Selection(-1, kind, 1, s.count, start + s.start, keep, s.unit))
             for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
                 if coupling.slices(name):
@@ -289,8 +309,11 @@ def find_groups(
             start += coupling.total
         for number, (name, layer, usable) in enumerate(candidates):
             if kind in usable:
+                own = ratio_of.get(kind)
+                keep = ONE_PATTERN if own is None else keep_ratio(name, own)
+                unit = 0 if own is None else 1
                 extent = _extent(layer, kind)
-                selections.append(Selection(number, kind, *extent, start, keep_ratio(name, ratio)))
+                selections.append(Selection(number, kind, *extent, start, keep, unit))
                 start = selections[-1].stop
         if selections:
             by_kind.append(tuple(selections))
@@ -307,12 +330,12 @@ def out_of_reach(groups: Groups, numel: int) -> str:
     found = f"{groups.prunable_numel:,} of the {numel:,} parameters"
     return (
         f"{'+'.join(kinds)} groups are of convolutions, which have {found} to prune: all others "
-        f"stay, and are sent whole; give {COUPLED_REACH}"
+        f"stay, and are sent whole; {INSTEAD}"
     )
 
 
 def _find_layers(
-    model: nn.Module, index: dict[str, int], kinds: Sequence[str], ends: Ends
+    model: nn.Module, index: dict[str, int], kinds: Sequence[str], ends: Ends, instead: str
 ) -> tuple[list[tuple[str, PrunableLayer, list[str]]], list[str]]:
     """Return (name, layer, usable kinds) of the convolutions, and reasons for what is excluded."""
     if not kinds:
@@ -325,8 +348,7 @@ def _find_layers(
     convs = [(name, module) for name, module in weighted if isinstance(module, CONVOLUTIONS)]
     if not convs:
         raise UserError(
-            f"the model has no convolution layer to prune by {'+'.join(kinds)} groups: give "
-            f"{COUPLED_REACH}"
+            f"the model has no convolution layer to prune by {'+'.join(kinds)} groups: {instead}"
         )
     classifier = ends.head or weighted[-1][0]
     stems = ends.stems or {convs[0][0]}
@@ -342,7 +364,8 @@ def _find_layers(
             excluded += [f"{name} [{kind}]: its weight is {why}" for kind in kinds]
             continue
         layer = _as_layer(index[name], conv.weight, conv.groups)
-        reasons = {kind: _why_not(layer, kind, name in stems, name == classifier) for kind in kinds}
+        ends_here, shape = (name in stems, name == classifier), conv.weight.shape[2:]
+        reasons = {kind: _why_not(layer, kind, shape, *ends_here) for kind in kinds}
         excluded += [f"{name} [{kind}]: {reason}" for kind, reason in reasons.items() if reason]
         if usable := [kind for kind, reason in reasons.items() if not reason]:
             candidates.append((name, layer, usable))
@@ -382,11 +405,17 @@ def _places_in_mask(
     return [np.where(ids < 0, -1, ids + start) for ids in (rows, columns.reshape(-1))]
 
 
-def _why_not(layer: PrunableLayer, kind: str, first: bool, classifier: bool) -> str:
+def _why_not(
+    layer: PrunableLayer, kind: str, shape: tuple[int, ...], first: bool, classifier: bool
+) -> str:
     if kind == "filter":
         return "its outputs are the classes" if classifier else ""
+    if kind == "pattern" and shape != (3, 3):
+        return "its kernels are not 3x3"
     if first:
         return "its input channels are the image's"
+    if kind == "pattern":
+        return ""
     if _extent(layer, kind)[1] == 1:
         return "one input channel per convolution group (depthwise): nothing to choose from"
     return ""
@@ -395,4 +424,7 @@ def _why_not(layer: PrunableLayer, kind: str, first: bool, classifier: bool) -> 
 def _extent(layer: PrunableLayer, kind: str) -> tuple[int, int]:
     if kind == "filter":
         return 1, layer.blocks * layer.rows
+    if kind in INSIDE:
+        kernels = layer.blocks * layer.rows * layer.channels
+        return (1, kernels) if kind == "kernel" else (kernels, len(PATTERNS))
     return layer.blocks, layer.channels if kind == "channel" else layer.columns

@@ -11,36 +11,53 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.groups import Groups, gemm_view
+from prunex_mpi.pruning.groups import INSIDE, PATTERNS, Groups, Selection, gemm_view
+
+
+class LayerMask(NamedTuple):
+    """What a layer keeps, bool: rows [blocks * rows] and columns [blocks, columns].
+
+    Where kernels or parts of them are pruned, `weights` [blocks, rows, columns] says it all.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    weights: np.ndarray | None = None
 
 
 class LayerFactors(NamedTuple):
     """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns], or None.
 
-    `gone` holds the indices of pruned rows of all blocks.
+    `gone` holds the indices of pruned rows of all blocks. `weights` [blocks, rows, columns] are in
+    place of both where kernels or parts of them are pruned.
     """
 
     layer: int
-    rows: Tensor | None
-    columns: Tensor | None
-    gone: Tensor | None
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    gone: Tensor | None = None
+    weights: Tensor | None = None
 
 
 # Those of a mask, for the layers that do not keep everything.
 Factors = tuple[LayerFactors, ...]
 
 
-def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (rows [blocks * rows], columns [blocks, columns]) as bool arrays for every layer."""
+def layer_masks(mask: np.ndarray, groups: Groups) -> list[LayerMask]:
+    """Return what every layer keeps."""
     shapes = [(layer.blocks * layer.rows, (layer.blocks, layer.columns)) for layer in groups.layers]
-    result = [tuple(np.ones(shape, dtype=bool) for shape in both) for both in shapes]
+    result = [LayerMask(*(np.ones(shape, dtype=bool) for shape in both)) for both in shapes]
+    inside: dict[int, np.ndarray] = {}
     for selections in groups.kinds:
         for s in selections:
             if s.kind == "coupled":
                 continue
             bits = mask[s.start : s.stop]
-            rows, columns = result[s.layer]
-            if s.kind == "filter":
+            rows, columns, _ = result[s.layer]
+            if s.kind in INSIDE:
+                found = _weights_of(bits, s, groups)
+                inside[s.layer] = inside.get(s.layer, found) & found
+            elif s.kind == "filter":
                 rows &= bits
             elif s.kind == "channel":
                 kernel = groups.layers[s.layer].kernel
@@ -50,10 +67,25 @@ def layer_masks(mask: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, np.n
     # The last entry stands for slices in no group, -1.
     bits = np.append(mask, True)
     for entry in groups.coupled:
-        rows, columns = result[entry.layer]
+        rows, columns, _ = result[entry.layer]
         rows &= bits[entry.rows]
         columns &= bits[entry.columns]
+    for number, weights in inside.items():
+        rows, columns, _ = result[number]
+        weights = weights & rows.reshape(len(columns), -1, 1) & columns[:, None, :]
+        result[number] = LayerMask(rows, columns, weights)
     return result
+
+
+def _weights_of(bits: np.ndarray, selection: Selection, groups: Groups) -> np.ndarray:
+    """Return what kernels, or patterns of them, keep of a layer, bool [blocks, rows, columns]."""
+    layer = groups.layers[selection.layer]
+    if selection.kind == "kernel":
+        kept = np.repeat(bits, layer.kernel)
+    else:
+        # Of several patterns what any of them has.
+        kept = bits.reshape(-1, len(PATTERNS)) @ PATTERNS
+    return kept.reshape(layer.blocks, layer.rows, layer.columns)
 
 
 def build_factors(
@@ -74,7 +106,12 @@ def build_factors(
                 known[key] = flat.to(device=device, dtype=dtype), gone.to(device)
         return known[key]
 
-    for number, (rows, columns) in enumerate(layer_masks(mask, groups)):
+    for number, (rows, columns, weights) in enumerate(layer_masks(mask, groups)):
+        if weights is not None:
+            if not weights.all():
+                kept = torch.from_numpy(weights).to(device=device, dtype=dtype)
+                entries.append(LayerFactors(number, weights=kept))
+            continue
         blocks, by_row, by_column = len(columns), find(rows), find(columns)
         if by_row is None and by_column is None:
             continue
@@ -99,6 +136,8 @@ def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors)
 def mask_views_(views: list[Tensor], factors: Factors) -> None:
     """Multiply each view of `factor_views` by its factors in place."""
     for view, entry in zip(views, factors, strict=True):
+        if entry.weights is not None:
+            view.mul_(entry.weights)
         if entry.columns is not None:
             view.mul_(entry.columns)
         if entry.rows is None:
@@ -122,8 +161,10 @@ def set_rows_(target: Tensor, rows: Tensor, values: Tensor | float) -> None:
 def kept_numel(mask: np.ndarray, groups: Groups) -> list[int]:
     """Return the number of kept weights of every prunable layer."""
     return [
-        int((rows.reshape(columns.shape[0], -1).sum(axis=1) * columns.sum(axis=1)).sum())
-        for rows, columns in layer_masks(mask, groups)
+        int((rows.reshape(len(columns), -1).sum(axis=1) * columns.sum(axis=1)).sum())
+        if weights is None
+        else int(weights.sum())
+        for rows, columns, weights in layer_masks(mask, groups)
     ]
 
 

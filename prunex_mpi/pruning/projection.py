@@ -2,7 +2,8 @@
 
 A selection keeps exactly alpha groups, so in a grouped convolution each block keeps as many
 channels as the others. Kinds are applied in the order given, each to what the one before left;
-alpha always refers to all groups of the layer.
+alpha always refers to all groups of the layer. Of a kernel one pattern is kept, on the keep ramp
+what its best ones have together.
 
 With W_m[g] the slice of coupled group g in tensor m, of n_m slices, its score is
 
@@ -25,7 +26,15 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.groups import Budget, Groups, Selection, cut_view, gemm_views
+from prunex_mpi.pruning.groups import (
+    INSIDE,
+    PATTERNS,
+    Budget,
+    Groups,
+    Selection,
+    cut_view,
+    gemm_views,
+)
 from prunex_mpi.pruning.masks import Factors, LayerFactors, kept_numel
 
 
@@ -54,6 +63,12 @@ def group_energies(
     energies = []
     for selection in selections:
         layer, number = groups.layers[selection.layer], selection.layer
+        if selection.kind in INSIDE:
+            squares = _masked_(views[number].square(), masks.get(number)).view(-1, layer.kernel)
+            patterns = torch.from_numpy(PATTERNS.T).to(squares)
+            sums = squares.sum(dim=1) if selection.kind == "kernel" else squares @ patterns
+            energies.append(sums.view(-1))
+            continue
         by_row = selection.kind == "filter"
         sums = _slice_energies(views[number], (by_row, not by_row), masks.get(number))
         if selection.kind == "channel":
@@ -70,11 +85,7 @@ def _slice_energies(view: Tensor, dims: Sequence[bool], factors: LayerFactors | 
     by_row = view.new_empty(view.shape[:2])
     by_column = view.new_zeros(view.shape[::2])
     for at in cut_view(view):
-        squares = view[at].square()
-        if factors is not None and factors.columns is not None:
-            squares.mul_(factors.columns[at[0]])
-        if factors is not None and factors.rows is not None:
-            squares.mul_(factors.rows[at])
+        squares = _masked_(view[at].square(), factors, at)
         if dims[0]:
             torch.sum(squares, dim=2, out=by_row[at])
         if dims[1]:
@@ -83,6 +94,20 @@ def _slice_energies(view: Tensor, dims: Sequence[bool], factors: LayerFactors | 
         sums.view(-1) for sums, wanted in zip((by_row, by_column), dims, strict=True) if wanted
     ]
     return torch.cat(found)
+
+
+def _masked_(
+    squares: Tensor, factors: LayerFactors | None, at: tuple[slice, slice] = (slice(None),) * 2
+) -> Tensor:
+    """Multiply the `squares` of a tile of a view by its factors in place; return them."""
+    if factors is not None:
+        if factors.weights is not None:
+            squares.mul_(factors.weights[at])
+        if factors.columns is not None:
+            squares.mul_(factors.columns[at[0]])
+        if factors.rows is not None:
+            squares.mul_(factors.rows[at])
+    return squares
 
 
 def _coupled_scores(

@@ -236,6 +236,8 @@ def _quality(settings: Settings, groups: Groups) -> str:
     if settings.keep_by != "groups":
         caveats.append("about, since trained scores decide how the budget is spent")
     shrinking = settings.method.consensus and not settings.method.flat
+    if shrinking and "pattern" in settings.groups and settings.keep_ramp_iterations > 1:
+        caveats.append("about while the keep ratio falls, since two patterns share 1 or 2 weights")
     if shrinking and settings.mask_agreement == "or":
         caveats.append("more before the freeze, since a union of masks may hold more groups")
     return f" ({'; '.join(caveats)})" if caveats and groups.total else ""

@@ -213,7 +213,8 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
         log.info("not pruned: %s", excluded)
     if context.settings.optimizer == "muon":
         log.info("%s", describe_muon(context.problem.model, context.state.layout))
-    if line := out_of_reach(context.state.groups, context.state.layout.numel):
+    line = out_of_reach(context.state.groups, context.state.layout.numel)
+    if line and context.settings.method.prunes_groups:
         log.warning("%s", line)
     problem = context.problem
     steady = any(isinstance(module, STEADYING) for module in problem.model.modules())

@@ -243,13 +243,14 @@ class Settings:
 
     _setting = partial(setting, "sparsity")
     groups: tuple[str, ...] = _setting(
-        "structured groups to prune: filters, input channels, GEMM columns (shape), or coupled "
-        "channels, which can be removed; several are composed in this order",
-        choices=("filter", "channel", "shape", "coupled"),
+        "structured groups to prune: filters, input channels, GEMM columns (shape), kernels, 5 of "
+        "9 weights of 3x3 kernels (pattern), or coupled channels, which can be removed; several "
+        "are composed in this order",
+        choices=("filter", "channel", "shape", "kernel", "pattern", "coupled"),
         of="prunes_groups",
     )
     keep_ratio: tuple[float, ...] = _setting(
-        "fraction to keep (see --keep-by), one for all groups or one per kind",
+        "fraction to keep (see --keep-by), one for all groups or one per kind but pattern",
         above=0,
         high=1,
         of="keeps_a_share",
@@ -257,7 +258,7 @@ class Settings:
     layer_keep_ratio: tuple[str, ...] = _setting(
         "PATTERN=RATIO for parameters whose name matches; the last match wins",
         optional=True,
-        of="prunes_groups",
+        of="keeps_by_layer",
         metavar="PATTERN=RATIO",
     )
     round_to: int = _setting(

@@ -46,6 +46,8 @@ class Method:
     # iteration.
     prunes_groups: bool = False
     prunes_once: bool = False
+    # The kinds of groups that it prunes, where they are not those of --groups.
+    own_groups: tuple[str, ...] = ()
     # Prunes single weights.
     prunes_weights: bool = False
     # Takes coupled channels out of the network while it trains.
@@ -92,7 +94,12 @@ class Method:
     @property
     def keeps_a_share(self) -> bool:
         """Whether it keeps the share --keep-ratio of groups or weights."""
-        return self.prunes_groups or self.prunes_weights
+        return self.keeps_by_layer or self.prunes_weights
+
+    @property
+    def keeps_by_layer(self) -> bool:
+        """Whether that share is of each layer's groups."""
+        return self.prunes_groups or bool(self.own_groups)
 
     @property
     def optimizer(self) -> bool:

@@ -94,11 +94,12 @@ def wire_of(comm, transport=SMALL_BUCKETS, kind="payload"):
 def element_masks(state):
     """Return {parameter name: bool tensor of its shape} of the mask in force."""
     result = {}
-    for layer, (rows, columns) in zip(
+    for layer, (rows, columns, weights) in zip(
         state.groups.layers, layer_masks(state.mask, state.groups), strict=True
     ):
         segment = state.layout.segments[layer.segment]
         full = rows.reshape(layer.blocks, layer.rows, 1) & columns[:, None, :]
+        full = full if weights is None else weights
         result[segment.name] = torch.from_numpy(full.reshape(segment.shape))
     return result
 

@@ -66,6 +66,8 @@ CASES = {
     "prunex-filter": f"{PRUNE} --groups filter",
     "prunex-shape": f"{PRUNE} --groups shape",
     "prunex-filter-channel": f"{PRUNE} --groups filter channel --keep-ratio 0.5 0.75",
+    "prunex-pattern": f"{PRUNE} --groups pattern",
+    "prunex-kernel-pattern-int4": f"{PRUNE} --groups kernel pattern --payload int4",
     "prunex-three-groups": f"{PRUNE} --groups channel shape filter",
     "prunex-coupled": COUPLED,
     "prunex-coupled-shape": f"{PRUNE} --groups coupled shape",
@@ -135,6 +137,8 @@ CASES = {
     "parallax": "--method parallax --model odd_models:reads_with_empty_parameters",
     "prunetrain": "--method prunetrain --prunetrain-reconfigure-every 2 "
     "--prunetrain-threshold 0.45",
+    "clicktrain": "--method clicktrain",
+    "clicktrain-leaders": "--method clicktrain --aggregation hierarchical --keep-ratio 0.3",
     "pactrain-grasp-of-ten": "--method pactrain --pactrain-score grasp --pactrain-stable-window 3 "
     "--train-samples 256",
     "pactrain-magnitude-ternary": "--method pactrain --pactrain-score magnitude --pactrain-ternary "

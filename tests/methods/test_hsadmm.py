@@ -60,6 +60,8 @@ SCENARIOS = {
 }
 
 SCENARIOS |= {
+    "recipe-kernel-pattern": {**RECIPE, "groups": ("kernel", "pattern"), "keep_ratio": 0.25},
+    "paper-pattern": {**PAPER, "groups": ("pattern",)},
     "recipe-coupled": {**RECIPE, "groups": ("coupled",)},
     "paper-coupled": {**PAPER, "groups": ("coupled",), "freeze_iteration": 5},
 }
@@ -116,7 +118,7 @@ RARELY = (
 ARITHMETIC = (
     *("composed", "gates-outer", "admm-int4-behind", "int8sum-behind", "filter-channel"),
     *("shape-outer", "adamw", "gates", "shrunk-admm", "apart-shrunk", "apart-admm-outer"),
-    "apart-int4",
+    *("apart-int4", "pattern"),
 )
 
 
@@ -165,7 +167,8 @@ def simulated(ranks_per_node, scenario, dtype, weights):
     wanted = {**{k: getattr(settings, k) for k in vars(settings)}, "steps": STEPS}
     wanted["sets"] = CoupledNet.SETS
     wanted["bucket_bytes"] = SMALL_BUCKETS.bucket_bytes
-    wanted["keep_ratio"] = settings.keep_ratio[0]
+    # Of four patterns one is kept.
+    wanted["keep_ratio"] = 0.25 if "pattern" in settings.groups else settings.keep_ratio[0]
     streams = [RandomStream(r, dtype) for r in range(WORLD.size)]
     start = start_of(scenario, weights).to(dtype)
     sizes = node_sizes_of(WORLD.size, ranks_per_node)

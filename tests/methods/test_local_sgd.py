@@ -61,6 +61,7 @@ SCENARIOS = {
     "one-shot-outer": dict(
         method="one-shot", node_sync="outer", groups=("filter", "channel"), keep_ratio=(0.6,)
     ),
+    "one-shot-pattern": dict(method="one-shot", groups=("kernel", "pattern"), keep_ratio=0.25),
 }
 COVERED = {changes["method"] for changes in SCENARIOS.values()}
 SCENARIOS |= {m.name: {"method": m.name} for m in METHODS if m.local_sgd and m.name not in COVERED}

@@ -55,7 +55,8 @@ METHODS = {
 # What suits a small network in place of the authors' constants.
 SMALL = {"dgc": {"SAMPLE": 0.05}, "adacgd": {"LEVELS": (0.1, 0.3, 0.6), "ZETA": 0.5}}
 # All others as they are by default; what prunes or drifts has a file of its own.
-COVERED = {"pactrain", "prunetrain", "gossip", *(name.partition(",")[0] for name in METHODS)}
+COVERED = {"pactrain", "prunetrain", "clicktrain", "gossip"}
+COVERED |= {name.partition(",")[0] for name in METHODS}
 PER_STEP = [method for method in declared.METHODS if method.per_step]
 METHODS |= {m.name: {} for m in PER_STEP if m.name not in COVERED}
 # Those that keep what they have not sent for a later step.

@@ -51,8 +51,39 @@ def slices_of(weight, kind, conv_groups):
         yield masks
 
 
+# ClickTrain's patterns of 3x3 kernels: places (row, column) that a kernel keeps.
+PATTERNS = tuple(
+    tuple((y, x) for y in rows for x in columns)
+    for rows, columns in (((1, 2), (1, 2)), ((1, 2), (0, 1)), ((0, 1), (1, 2)), ((0, 1), (0, 1)))
+)
+
+
+def inside_of(weight, kind):
+    """Yield lists as `slices_of`: all kernels of a weight, or the patterns of each of them."""
+    everything = []
+    for o in range(weight.shape[0]):
+        for c in range(weight.shape[1]):
+            masks = []
+            for places in PATTERNS if kind == "pattern" else [None]:
+                mask = torch.zeros_like(weight, dtype=torch.bool)
+                if places is None:
+                    mask[o, c] = True
+                for y, x in places or ():
+                    mask[o, c, y, x] = True
+                masks.append(mask)
+            if kind == "pattern":
+                yield masks
+            everything += masks
+    if kind == "kernel":
+        yield everything
+
+
 def is_prunable(weight, kind, info):
     _, first, classifier = info
+    if kind == "pattern":
+        return not first and weight.shape[2:] == (3, 3)
+    if kind == "kernel":
+        return not first
     if kind == "filter":
         return not classifier
     count = weight.shape[1] * (1 if kind == "channel" else weight.shape[2] * weight.shape[3])
@@ -80,7 +111,9 @@ def project(candidates, infos, kinds, ratio, node_weights):
             if not is_prunable(weights[0], kind, info):
                 continue
             kept = torch.zeros_like(support)
-            for groups in slices_of(weights[0], kind, info[0]):
+            inside = kind in ("kernel", "pattern")
+            every = inside_of(weights[0], kind) if inside else slices_of(weights[0], kind, info[0])
+            for groups in every:
                 energies = [
                     sum(
                         p * float(((w * support)[g].double() ** 2).sum())
@@ -370,7 +403,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 node_masks = [support([c], ratio, [1]) for c in weighed]
                 mask = {n: sum(m[n].int() for m in node_masks) > 0 for n in infos}
                 # What travels is rows times columns of the union, which holds every support.
-                for n in infos:
+                for n in infos if s.groups != ("pattern",) else ():
                     mask[n] = rows_times_columns(mask[n], infos[n][0] if infos[n] else 1)
         if freeze_now:
             frozen, sgd_only = True, s.after_freeze == "local-sgd"

@@ -135,7 +135,7 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
-        ("plan_resnet8.toml", 25),
+        ("plan_resnet8.toml", 26),
         ("plan_nodes.toml", 5),
         ("plan_small.toml", 3),
         ("plan_resnet18.toml", 11),

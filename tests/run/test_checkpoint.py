@@ -104,6 +104,13 @@ SCENARIOS = {
         pactrain_ternary=True,
         bucket_mib=2**-10,
     ),
+    # Chosen in the second iteration, pruned at the end of the third.
+    "clicktrain": dict(
+        method="clicktrain",
+        aggregation="hierarchical",
+        clicktrain_choose_iteration=1,
+        clicktrain_prune_iteration=3,
+    ),
     "dgc": {"method": "dgc", "aggregation": "hierarchical", "dgc_ratio": 0.02},
     "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
     "omnireduce": {"method": "omnireduce", "omnireduce_block_size": 16},

@@ -1,0 +1,130 @@
+"""ClickTrain against a simulation of its authors' code, its bytes, and what it refuses."""
+
+import pytest
+import torch
+from driving import (
+    SHAPES,
+    STEPS,
+    assert_alike_on_all_ranks,
+    by_name,
+    difference,
+    element_masks,
+    run_driver,
+    simulated,
+)
+from nets import RandomStream, new_net
+from nodes import WORLD, nodes_of
+from reference_clicktrain import simulate_clicktrain
+from torch import nn
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
+from prunex_mpi.core.problem import make_groups
+from prunex_mpi.core.state import momentum_of
+from prunex_mpi.models.inputs import Images
+from prunex_mpi.models.layout import build_layout
+
+# Chosen in the second of five iterations, pruned after the third.
+COMMON = {"method": "clicktrain", "outer_iterations": 5, "keep_ratio": (0.25,), "lr": 0.05}
+COMMON |= {"clicktrain_choose_iteration": 1, "clicktrain_prune_iteration": 3}
+COMMON |= {"lr_schedule": "constant", "warmup_ratio": 0.0}
+# So that the penalty is felt within six steps.
+LASSO = {"clicktrain_lasso": 0.02}
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+def test_program_equals_oracle(aggregation, ranks_per_node):
+    settings = make(aggregation=aggregation, **COMMON, **LASSO)
+    model = new_net()
+    wanted = {**vars(settings), "steps": STEPS}
+    history = simulated(simulate_clicktrain, model, wanted, ranks_per_node)
+    assert [expected.hard for expected in history] == [False, False, True, True, True]
+    with nodes_of(ranks_per_node) as topology:
+        runs = run_driver(topology, settings, model, RandomStream(WORLD.rank, torch.float64))
+        for (record, state), expected in zip(runs, history, strict=True):
+            for flat in (state.theta, state.z, state.z_node):
+                assert difference(by_name(flat, state), expected.z) < 1e-11
+                assert_alike_on_all_ranks(flat)
+            assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
+            for module, (mean, var) in zip(state.bn_modules, expected.statistics, strict=True):
+                torch.testing.assert_close(module.running_mean.cpu(), mean, rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(module.running_var.cpu(), var, rtol=1e-11, atol=1e-12)
+            assert record["frozen"] == expected.hard
+            if not expected.hard:
+                assert record["density"] == 1.0 and state.theta.all()
+                continue
+            kept = element_masks(state)
+            assert kept.keys() == expected.kept.keys()
+            for name, mask in kept.items():
+                assert torch.equal(mask, expected.kept[name]), name
+            # Of 32, 8 and 96 kernels a quarter, 4 of 9 weights of each of the 3x3.
+            assert record["density"] == (8 * 4 + 2 * 4 + 24) / (32 * 9 + 8 * 9 + 96)
+            momentum = by_name(momentum_of(state.optimizer, state.theta), state)
+            assert not any(momentum[name][~mask].any() for name, mask in kept.items())
+    assert record["status"] == "completed"
+    # Without the penalty other weights are reached.
+    other = simulated(
+        simulate_clicktrain,
+        new_net(),
+        {**wanted, "options": make(**COMMON).options},
+        ranks_per_node,
+    )
+    assert difference(other[2].z, history[2].z) > 1e-4
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 4)])
+def test_bytes_are_counted_by_hand(aggregation, ranks_per_node):
+    settings = make(aggregation=aggregation, **COMMON)
+    with nodes_of(ranks_per_node) as topology:
+        stream = RandomStream(WORLD.rank, torch.float32)
+        runs = run_driver(topology, settings, new_net(torch.float32), stream)
+        found = [record["bytes"] for record, _ in runs]
+        nodes, inside = topology.num_nodes, topology.node_size > 1
+        if not topology.is_leader:
+            return
+    workers = WORLD.size if aggregation == "flat" else nodes
+    # 801 parameters, of which 456 can be pruned and 64 of these are kept; 56 statistics.
+    whole, packed = 4 * (STEPS * 801 + 56), 4 * (STEPS * (801 - 456 + 64) + 56)
+    for k, counted in enumerate(found, 1):
+        payload = whole if k <= 3 else packed
+        # 136 kernels, and 4 patterns of 40 of them: a bit each, once.
+        mask = 37 if k == 2 else 0
+        assert (counted["dense"], counted["payload"], counted["mask"]) == (whole, payload, mask)
+        # Inside a node gradients are dense.
+        assert counted["intra"] == (2 * whole if aggregation == "hierarchical" and inside else 0)
+        sent = 2 * payload * (workers - 1) / workers if nodes > 1 else 0
+        if k != 2:
+            assert sent - 4 * STEPS <= counted["sent"] <= sent
+
+
+REFUSED = [
+    ({"keep_ratio": (0.5, 0.5)}, "keep-ratio has 2 values"),
+    ({"clicktrain_choose_iteration": 3}, "choose-iteration 3 must be less than .* 3"),
+    ({"clicktrain_prune_iteration": 6}, "prune-iteration 6, and that at most the 5"),
+    ({"optimizer": "muon"}, "brings back the weights that clicktrain has pruned"),
+    ({"amp": "fp16"}, "amp fp16"),
+    ({"groups": ("pattern",)}, "groups"),
+]
+
+
+@pytest.mark.skipif(WORLD.size > 1, reason="settings are checked on each rank alike")
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_does_not_fit_together_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        make(**{**COMMON, **changes})
+
+
+@pytest.mark.skipif(WORLD.size > 1, reason="groups are found on each rank alike")
+def test_networks_without_convolutions_are_refused_with_what_to_do():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
+    with pytest.raises(UserError, match=r"no convolution.*: choose another --method"):
+        make_groups(make(**COMMON), model, build_layout(model), Images(6))
+    # Ratios of layers are for kernels.
+    settings = make(**COMMON, layer_keep_ratio=("features.3.*=1",))
+    groups = make_groups(settings, new_net(), build_layout(new_net()), Images(6))
+    ratios = [[s.keep_ratio for s in selections] for selections in groups.kinds]
+    assert ratios == [[1.0, 0.25, 0.25], [0.25, 0.25]]

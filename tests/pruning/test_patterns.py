@@ -1,0 +1,254 @@
+"""Kernels and patterns of 3x3 kernels: brute force over all patterns, packing, what is refused."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.config.resolve import make
+from prunex_mpi.models import layout as layouts
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
+from prunex_mpi.models.layout import Layout, build_layout
+from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
+from prunex_mpi.pruning.groups import Groups, find_groups
+from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel
+from prunex_mpi.pruning.projection import group_energies, select
+
+CPU = torch.device("cpu")
+# Which rows and columns of a kernel a pattern keeps, in the order in which ties are settled.
+KEEPS = (((1, 2), (1, 2)), ((1, 2), (0, 1)), ((0, 1), (1, 2)), ((0, 1), (0, 1)))
+ORDERS = [("pattern",), ("kernel",), ("kernel", "pattern"), ("pattern", "kernel")]
+ORDERS += [o for kind in ("filter", "channel") for o in ((kind, "pattern"), ("pattern", kind))]
+ORDERS += [("shape", "pattern", "kernel"), ("channel", "kernel", "filter", "pattern")]
+
+
+def convolutions() -> nn.Module:
+    """Convolutions of every sort behind the first; they need not fit each other."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.Conv2d(4, 3, 3),
+        nn.Conv2d(4, 6, 3, groups=2, dilation=2),
+        nn.Conv2d(3, 3, 3, groups=3, bias=False),
+        nn.Conv2d(3, 4, (1, 9)),
+        nn.Conv2d(3, 2, 1),
+        nn.Conv1d(3, 2, 9),
+        nn.Conv3d(2, 2, (1, 3, 3)),
+        nn.Linear(4, 2),
+    )
+
+
+THREE_BY_THREE = ["1.weight", "2.weight", "3.weight"]
+WITH_KERNELS = [*THREE_BY_THREE, "4.weight", "5.weight", "6.weight", "7.weight"]
+
+
+def prepare(kinds: Sequence[str], ratio: float = 0.4) -> tuple[Layout, Groups]:
+    model = convolutions()
+    layout = build_layout(model)
+    return layout, find_groups(model, layout, kinds, [ratio])
+
+
+def project(
+    flat: Tensor, layout: Layout, groups: Groups, strictness: float = 1.0
+) -> tuple[Tensor, np.ndarray]:
+    """Return the projection of `flat` and its mask: kinds one after the other."""
+    mask, result = np.ones(groups.total, dtype=bool), flat.clone()
+    for selections in groups.kinds:
+        left = build_factors(mask, groups, CPU, flat.dtype)
+        energies = group_energies(flat, layout, groups, selections, left).numpy()
+        mask[selections[0].start : selections[-1].stop] = select(energies, selections, strictness)
+        factors = build_factors(mask, groups, CPU, flat.dtype)
+        apply_factors_(result, layout, groups, factors)
+    return result, mask
+
+
+def kernels_of(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.ndarray]:
+    """Return the kernels of the named weights, each of its own shape."""
+    views = dict(zip([s.name for s in layout.segments], layout.views(flat), strict=True))
+    return [k for n in names for k in views[n].flatten(0, 1).numpy()]
+
+
+def covered(patterns: Sequence[int]) -> np.ndarray:
+    """Return the 0/1 weights of a kernel that any of `patterns` keeps."""
+    kept = np.zeros((3, 3))
+    for number in patterns:
+        kept[np.ix_(*KEEPS[number])] = 1
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_kernel_keeps_the_pattern_of_least_distance_of_all(seed):
+    layout, groups = prepare(["pattern"])
+    flat = torch.randn(
+        layout.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    result, mask = project(flat, layout, groups)
+    kernels = kernels_of(flat, layout, THREE_BY_THREE)
+    found = kernels_of(result, layout, THREE_BY_THREE)
+    # 4 x 3, 6 x 2 and 3 x 1.
+    assert len(kernels) == 27 and groups.total == 4 * 27 and mask.sum() == 27
+    for before, after in zip(kernels, found, strict=True):
+        candidates = [before * covered([p]) for p in range(4)]
+        best = min(candidates, key=lambda c: float(((before - c) ** 2).sum()))
+        assert np.array_equal(after, best)
+        assert np.count_nonzero(after) == 4 and after[1, 1] == before[1, 1]
+    for name, before, after in zip(
+        [s.name for s in layout.segments], layout.views(flat), layout.views(result), strict=True
+    ):
+        assert name in THREE_BY_THREE or torch.equal(before, after)
+    assert kept_numel(mask, groups) == [4 * 12, 4 * 12, 4 * 3]
+
+
+def test_ties_go_to_the_first_pattern_and_the_ramp_to_what_the_best_have_together():
+    layout, groups = prepare(["pattern"])
+    for value in (0.0, 1.0):
+        _, mask = project(torch.full((layout.numel,), value), layout, groups)
+        assert mask.reshape(-1, 4).tolist() == [[True, False, False, False]] * 27
+    flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(5))
+    kernels = kernels_of(flat, layout, THREE_BY_THREE)
+    for strictness, count in ((0.0, 4), (0.3, 4), (0.4, 3), (0.7, 2), (1.0, 1)):
+        result, mask = project(flat, layout, groups, strictness)
+        kept = []
+        for kernel, after in zip(kernels, kernels_of(result, layout, THREE_BY_THREE), strict=True):
+            energies = [float((kernel**2 * covered([p])).sum()) for p in range(4)]
+            best = sorted(range(4), key=lambda p: -energies[p])[:count]
+            assert np.array_equal(after, kernel * covered(best).astype(np.float32))
+            kept.append(int(covered(best).sum()))
+        assert set(kept) <= {4: {9}, 3: {8}, 2: {6, 7}, 1: {4}}[count]
+        assert sum(kept_numel(mask, groups)) == sum(kept)
+
+
+def test_kernels_of_a_layer_compete_and_the_lowest_go():
+    layout, groups = prepare(["kernel"], ratio=0.4)
+    flat = torch.randn(layout.numel, dtype=torch.float64)
+    result, _ = project(flat, layout, groups)
+    for name in WITH_KERNELS:
+        before, after = (kernels_of(x, layout, [name]) for x in (flat, result))
+        energies = [float((k**2).sum()) for k in before]
+        # 0.4 of them, rounded up.
+        wanted = sorted(range(len(before)), key=lambda i: -energies[i])[: -(-2 * len(before) // 5)]
+        for number, (k, left) in enumerate(zip(before, after, strict=True)):
+            assert np.array_equal(left, k * (number in wanted))
+
+
+def walked(layout: Layout, groups: Groups, mask: np.ndarray) -> Tensor:
+    """Return the 0/1 vector of a mask by walking over the kernels and slices of all groups."""
+    support = torch.ones(layout.numel, dtype=torch.float64)
+    for s in itertools.chain(*groups.kinds):
+        layer, bits = groups.layers[s.layer], mask[s.start : s.stop].astype(float)
+        weight = layout.views(support)[layer.segment]
+        out, inputs = weight.shape[:2]
+        kernel = weight.view(out, inputs, -1)
+        for o, c in itertools.product(range(out), range(inputs)):
+            block = o // layer.rows
+            if s.kind == "pattern":
+                chosen = bits.reshape(out, inputs, 4)[o, c]
+                weight[o, c] *= torch.from_numpy(covered(np.flatnonzero(chosen)))
+            elif s.kind == "kernel":
+                weight[o, c] *= bits.reshape(out, inputs)[o, c]
+            elif s.kind == "filter":
+                weight[o, c] *= bits[o]
+            elif s.kind == "channel":
+                weight[o, c] *= bits.reshape(layer.blocks, inputs)[block, c]
+            else:
+                kernel[o, c] *= torch.from_numpy(bits.reshape(layer.blocks, inputs, -1)[block, c])
+    return support
+
+
+@pytest.mark.parametrize("length", [5, 2**16])
+@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
+def test_packing_and_counts_are_those_of_walking_over_the_groups(kinds, length, monkeypatch):
+    monkeypatch.setattr(layouts, "CPU_TILE", length)
+    layout, groups = prepare(kinds)
+    random = np.random.default_rng(0)
+    flat = torch.from_numpy(random.standard_normal(layout.numel))
+    candidates = [torch.from_numpy(random.random(layout.numel)) for _ in range(2)]
+    voted = [project(candidate, layout, groups)[1] for candidate in candidates]
+    # A choice, a union of two nodes' choices, a place on the ramp, any bits at all, everything.
+    drawn = random.random(groups.total) < 0.5
+    halfway = project(flat, layout, groups, 0.6)[1]
+    for mask in (voted[0], voted[0] | voted[1], halfway, drawn, np.ones_like(drawn)):
+        expected = flat * walked(layout, groups, mask)
+        found = flat.clone()
+        apply_factors_(found, layout, groups, build_factors(mask, groups, CPU, flat.dtype))
+        assert torch.equal(found, expected)
+        plan = build_plan(layout, groups, mask, CPU)
+        assert plan.numel == int((expected != 0).sum())
+        assert plan.numel == layout.numel - groups.prunable_numel + sum(kept_numel(mask, groups))
+        payload = flat.new_full((plan.numel,), torch.nan)
+        pack_(flat, plan, payload)
+        assert torch.equal(payload, expected[expected != 0])
+        result = torch.full_like(flat, torch.nan)
+        unpack_(payload, plan, result)
+        assert torch.equal(result, expected)
+
+
+def test_a_composition_goes_on_with_what_is_left():
+    """Channels go first, so patterns of kernels in them have nothing; and the other way round."""
+    for kinds in itertools.permutations(("channel", "pattern")):
+        layout, groups = prepare(kinds, ratio=0.5)
+        flat = torch.randn(
+            layout.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        )
+        left = layout.views(flat)[2].clone()
+        for kind in kinds:
+            if kind == "channel":
+                best = left.square().sum((0, 2, 3)).argsort(descending=True)[:2]
+                keep = torch.zeros(4, dtype=left.dtype)
+                keep[best] = 1
+                left *= keep.view(1, -1, 1, 1)
+            else:
+                for kernel in left.flatten(0, 1):
+                    kept = [kernel * torch.from_numpy(covered([p])) for p in range(4)]
+                    kernel.copy_(max(kept, key=lambda k: float(k.square().sum())))
+        result, _ = project(flat, layout, groups)
+        assert torch.equal(layout.views(result)[2], left)
+
+
+def test_the_payload_of_resnet20_is_four_ninths_of_its_3x3_layers():
+    model = build_model("resnet20", Images(32, 10))
+    layout = build_layout(model)
+    groups = find_groups(model, layout, ["pattern"], [0.5])
+    # Six layers of 16 x 16 kernels, 16 x 32, five of 32 x 32, 32 x 64, five of 64 x 64.
+    kernels = 6 * 256 + 512 + 5 * 1024 + 2048 + 5 * 4096
+    assert groups.prunable_numel == 9 * kernels == 267_264
+    mask = select(np.random.default_rng(0).random(groups.total), groups.kinds[0], 1.0)
+    assert build_plan(layout, groups, mask, CPU).numel == layout.numel - 5 * kernels == 121_242
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 4, 5), nn.Conv2d(4, 4, 1), nn.Linear(4, 2)), "not 3x3"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 2)), "image's"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), "no convolution"),
+    ],
+)
+def test_networks_without_3x3_kernels_are_refused(model, reason):
+    with pytest.raises(UserError, match=reason):
+        find_groups(model, build_layout(model), ["pattern"], [0.5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep_ratio": 0.3}, "keep-ratio means nothing with groups pattern"),
+        ({"round_to": 2}, "round-to means nothing with groups pattern"),
+        ({"layer_keep_ratio": ("*=0.3",)}, "layer-keep-ratio means nothing with groups pattern"),
+        ({"remove_dropped": True}, "remove-dropped is for coupled groups alone"),
+        ({"keep_by": "parameters"}, "keep-by parameters is for coupled groups alone"),
+        ({"score": "gates"}, "score gates is for coupled groups alone"),
+        (
+            {"groups": ("kernel", "pattern"), "keep_ratio": (0.5, 0.5)},
+            "keep-ratio has 2 values for 1 groups.*none for pattern",
+        ),
+    ],
+)
+def test_what_patterns_have_no_use_for_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        make(**{"groups": ("pattern",), **changes})
+    make(groups=("kernel", "pattern", "filter"), keep_ratio=(0.5, 0.25))
