@@ -23,13 +23,15 @@ def dealt_bytes(workers: int, inside: int, operand: int, passes: int = 0) -> int
     return (inside * (workers - inside) + passes * (workers - 1)) * operand // workers
 
 
-def shifted_bytes(workers: int, inside: int, distance: int, operand: int) -> int:
+def shifted_bytes(workers: int, inside: int, distance: int, operand: int, team: int = 0) -> int:
     """Return the bytes that leave a node with `inside` of the `workers`, each sending `operand`.
 
-    Worker r sends it to worker r + distance, counted around; a node's workers are neighbours.
+    Worker r sends it to worker r + distance, counted around in its team of so many neighbours, all
+    workers by default; a node's workers are neighbours, too. Teams lie alike in the nodes where one
+    size divides the other; else it is the first node.
     """
     if workers == 1:
         return 0
-    distance %= workers
-    staying = max(0, inside - distance) + max(0, inside + distance - workers)
-    return (inside - staying) * operand
+    team = team or workers
+    receivers = (r - r % team + (r + distance) % team for r in range(inside))
+    return sum(r >= inside for r in receivers) * operand

@@ -131,11 +131,14 @@ class Wire:
         with self.clock.exchanging(mine.device, "Alltoallv", counted | {"sent": leaves}):
             collectives.alltoallv_(self.comm, mine, leaving, received, arriving, self.transport)
 
-    def shift_(self, mine: Tensor, to: int, received: Tensor, source: int) -> None:
-        """Send `mine` to rank `to`, receive as much from `source`. Collective on `comm`."""
-        distance = (to - self.comm.rank) % self.comm.size
+    def shift_(self, mine: Tensor, to: int, received: Tensor, source: int, team: int = 0) -> None:
+        """Send `mine` to rank `to`, receive as much from `source`. Collective on `comm`.
+
+        Both are as far away on all ranks, counted around in teams of so many neighbours, or in all.
+        """
+        distance = (to - self.comm.rank) % (team or self.comm.size)
         counted = self.count(mine.nbytes, travelling=0)
-        sent = shifted_bytes(self.ring, self.inside, distance, mine.nbytes)
+        sent = shifted_bytes(self.ring, self.inside, distance, mine.nbytes, team)
         self.traffic.sent += sent
         with self.clock.exchanging(mine.device, "Sendrecv", counted | {"sent": sent}):
             collectives.shift_(self.comm, mine, to, received, source, self.transport)

@@ -275,6 +275,11 @@ OMNIREDUCE = _per_step(
 @dataclass(frozen=True)
 class SpardlOptions:
     ratio: float = option("share of each worker's block that travels", 0.01, above=0, high=1)
+    teams: int = option(
+        "teams that add up by themselves before they add up their sums; divides the workers",
+        1,
+        low=1,
+    )
 
 
 SPARDL = _per_step(

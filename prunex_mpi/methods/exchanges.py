@@ -16,6 +16,7 @@ and, where it needs them,
 - `allocate(wire, context)`: what each step writes anew (`space`), so that no step allocates; called
   on the workers, and on all ranks where the method looks at gradients there: then a wire may have
   no communicator;
+- `check_workers(settings, workers)`: raises UserError for a number of workers that it can't have;
 - `metadata_bytes(settings, state, payload, rounds)`: how many of a run's payload bytes, without
   those of BatchNorm statistics, say where values belong;
 - `start_gradient_(wires, space, context, loss)`: lets `grad` start from what the method adds to it;
@@ -36,6 +37,7 @@ from typing import Any
 
 from torch import Tensor
 
+from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.message import outer_memory
 from prunex_mpi.core.state import RunContext, State
@@ -93,6 +95,14 @@ def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Te
         return outer_memory(theta)
     code = code_of(settings.method) if settings.method.code else None
     return code.memory(settings, layout, theta) if hasattr(code, "memory") else {}
+
+
+def check_workers(settings: Settings, topology: Topology) -> None:
+    """Raise UserError on every rank where the method can't have as many workers."""
+    code = code_of(settings.method) if settings.method.code else None
+    if hasattr(code, "check_workers"):
+        flat = settings.aggregation == "flat"
+        code.check_workers(settings, topology.world_size if flat else topology.num_nodes)
 
 
 def allocate(code: ModuleType, wire: Wire, context: RunContext) -> dict[str, Any]:

@@ -7,46 +7,80 @@ largest elements are taken, k being the ratio of a block rounded up; whoever rec
 to its own block, and takes the largest of the sum when its turn comes. So what travels never grows,
 for any W. The k largest of the sums of block r, which worker r holds in the end, go to all.
 
-The residual is the authors' global one (ZJU-DAILY/SparDL, allreducer.py, with one team). Where
-nothing was chosen in the end, every worker keeps what it had, residual + gradient, as if nothing
-had been sent; elsewhere it keeps what it has left out, others' values among it. At each place the
-workers' sum of what has arrived and what is kept is what was there before.
+With `--spardl-teams` D > 1 each run of W/D neighbours does so by itself, with blocks of a D-th of
+as many, k of a block as before. What a worker holds in the end are D sums of the same block, one of
+each team. Their h largest, k/D <= h <= k, go to all D that hold such a sum (B-SAG, for any D), and
+of what they add up to the k largest go to the team, or all where there are fewer. h is adapted so
+that there are about k: it moves on as long as that is the right way, in steps that double, and
+turns back by half a step.
+
+The residual is the authors' global one (ZJU-DAILY/SparDL, allreducer.py). Where nothing was chosen
+in the end, every worker keeps what it had, residual + gradient, as if nothing had been sent;
+elsewhere it keeps what it has left out, others' values among it. At each place the workers' sum of
+what has arrived and what is kept is what was there before.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress import sparse
-from prunex_mpi.core.state import OWN, RunContext, State
+from prunex_mpi.core.state import EACH, OWN, RunContext, State
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
 OPERATIONS = (
     ("largest of blocks, in each round", "workers", "Sendrecv", "values, then int32 positions"),
-    ("largest of each block's sum", "workers", "Allgather", "values, then int32 positions"),
+    ("one team: largest of each sum", "workers", "Allgather", "values, then int32 positions"),
+    ("teams: sums, then of these", "workers", "Sendrecv", "values, then int32 positions"),
 )
 RESIDUAL = f"{OWN}residual"
+# With teams: h, by how much it changes next, and whether that has been right once. Zeros are how
+# it begins; other nodes go on from the means, which `adapted` makes whole again.
+ADAPTED = f"{EACH}elements_between_teams"
+# The position of a place that is none, of what fills up a message.
+NOWHERE = torch.iinfo(torch.int32).max
+
+
+def check_workers(settings: Settings, workers: int) -> None:
+    """Raise UserError where the workers can't form teams of one size."""
+    if workers % settings.options.teams:
+        raise UserError(
+            f"spardl.teams {settings.options.teams} does not divide the {workers} workers; give a "
+            "number that does"
+        )
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Allocate what has not been sent yet."""
+    """Allocate what has not been sent yet and, with teams, how much travels between them."""
     sparse.check_positions(layout)
-    return {RESIDUAL: torch.zeros_like(theta)}
+    kept = {RESIDUAL: torch.zeros_like(theta)}
+    if settings.options.teams > 1:
+        kept[ADAPTED] = theta.new_zeros(3, dtype=torch.float64)
+    return kept
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for the blocks, filled up with zeros, and for the messages of all."""
-    theta, workers = context.state.theta, wire.comm.size
-    size, count = sizes_of(context.settings, theta.numel(), workers)
+    theta, teams = context.state.theta, context.settings.options.teams
+    workers = wire.comm.size // teams
+    first, place = wire.comm.rank - wire.comm.rank % workers, wire.comm.rank % workers
+    size, count = sizes_of(context.settings, theta.numel(), wire.comm.size)
     blocks = theta.new_zeros(workers, size)
     most = max(map(len, rounds(workers, 0)), default=1)
     sent = theta.new_empty(most, count)
     everyone = theta.new_empty(workers, count)
     starts = size * torch.arange(workers, device=theta.device).view(-1, 1)
+    between = theta.new_empty(teams * count if teams > 1 else 0)
     return {
+        "team": range(first, first + workers),
+        "peers": range(place, wire.comm.size, workers),
+        "between_values": between,
+        "between_positions": torch.empty_like(between, dtype=torch.int32),
         "blocks": blocks,
         "values": sent,
         "positions": torch.empty_like(sent, dtype=torch.int32),
@@ -54,14 +88,15 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
         "came_positions": torch.empty_like(sent, dtype=torch.int32),
         "all_values": everyone,
         "all_positions": torch.empty_like(everyone, dtype=torch.int32),
-        "starts": starts,
+        # Of one team everyone's come in the order of ranks, of several from this one on.
+        "starts": starts if teams == 1 else starts.roll(-place, 0),
         "places": torch.empty_like(everyone, dtype=torch.int64),
     }
 
 
 def sizes_of(settings: Settings, numel: int, workers: int) -> tuple[int, int]:
-    """Return the elements of a block, and how many of them travel."""
-    size = -(-numel // workers)
+    """Return the elements of a block, and how many of them travel; `workers` are all teams'."""
+    size = -(-numel // (workers // settings.options.teams))
     return size, sparse.share_of(size, settings.options.ratio)
 
 
@@ -77,7 +112,10 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     residual = context.state.memory[RESIDUAL].add_(grad)
     space["blocks"].view(-1)[: grad.numel()].copy_(residual)
     reduce_blocks_(wire, space)
-    gather_blocks_(wire, space)
+    if len(space["peers"]) == 1:
+        gather_blocks_(wire, space)
+    else:
+        merge_teams_(wire, space, context.state.memory[ADAPTED])
     # What fills up the last blocks may be among the largest of a block of zeros.
     chosen = space["places"] < grad.numel()
     places, values = space["places"][chosen], space["all_values"][chosen]
@@ -87,19 +125,20 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
 
 def reduce_blocks_(wire: Wire, space: dict[str, Any]) -> None:
     """Add up every block at its owner; `blocks` become what is left out. Collective on `comm`."""
-    comm, blocks = wire.comm, space["blocks"]
-    for leaving in rounds(comm.size, comm.rank):
-        distance, many = leaving.start - comm.rank, len(leaving)
+    team, blocks = space["team"], space["blocks"]
+    size, place = len(team), team.index(wire.comm.rank)
+    for leaving in rounds(size, place):
+        distance, many = leaving.start - place, len(leaving)
         for number, values, positions in zip(
             leaving, space["values"], space["positions"], strict=False
         ):
-            sparse.move_top_(blocks[number % comm.size], values, positions)
-        to, source = leaving.start % comm.size, (comm.rank - distance) % comm.size
+            sparse.move_top_(blocks[number % size], values, positions)
+        to, source = team[leaving.start % size], team[(place - distance) % size]
         for kind in ("values", "positions"):
             mine, came = space[kind][:many], space[f"came_{kind}"][:many]
-            wire.shift_(mine.view(-1), to, came.view(-1), source)
+            wire.shift_(mine.view(-1), to, came.view(-1), source, team=size)
         for number in range(many):
-            block = blocks[(comm.rank + number) % comm.size]
+            block = blocks[(place + number) % size]
             block.index_add_(0, space["came_positions"][number], space["came_values"][number])
 
 
@@ -112,6 +151,65 @@ def gather_blocks_(wire: Wire, space: dict[str, Any]) -> None:
     torch.add(space["all_positions"], space["starts"], out=space["places"])
 
 
+def merge_teams_(wire: Wire, space: dict[str, Any], kept: Tensor) -> None:
+    """Hand the largest of the teams' sums of each block to all. Collective on `comm`.
+
+    `kept` is what `adapted` returns, float64 [3].
+    """
+    team, peers = space["team"], space["peers"]
+    teams, most = len(peers), space["values"].shape[1]
+    share, step, right = adapted(kept.tolist(), most, teams)
+    values, positions = (
+        space[f"between_{kind}"][: teams * share].view(teams, share)
+        for kind in ("values", "positions")
+    )
+    sparse.move_top_(space["blocks"][team.index(wire.comm.rank)], values[0], positions[0])
+    gather_from_(wire, peers, values)
+    gather_from_(wire, peers, positions)
+    places, where = torch.unique(positions, return_inverse=True)
+    sums = values.new_zeros(places.numel())
+    # In the order of the teams, and of equal ones the first: the same bits at each of the peers.
+    mine = peers.index(wire.comm.rank)
+    sparse.add_sparse_(sums, values.roll(mine, 0), where.roll(mine, 0))
+    chosen = sums.abs().sort(descending=True, stable=True).indices[:most]
+    for kind, found, nothing in (("values", sums, 0), ("positions", places, NOWHERE)):
+        everyone = space[f"all_{kind}"]
+        everyone[0].fill_(nothing)[: chosen.numel()].copy_(found[chosen])
+        gather_from_(wire, team, everyone)
+    torch.add(space["all_positions"], space["starts"], out=space["places"])
+    kept.copy_(torch.tensor(adapted((share, step, right), most, teams, places.numel())))
+
+
+def gather_from_(wire: Wire, ranks: range, rows: Tensor) -> None:
+    """Fill `rows` [len(ranks), n], the first this rank's, with those of the ranks after it (Bruck).
+
+    Collective on `comm`, whose ranks are in such ranges of one step.
+    """
+    size, place, gap = len(ranks), ranks.index(wire.comm.rank), 1
+    while gap < size:
+        mine, received = rows[: min(gap, size - gap)], rows[gap : 2 * gap]
+        to, source = ranks[(place - gap) % size], ranks[(place + gap) % size]
+        wire.shift_(mine.view(-1), to, received.view(-1), source, team=size * ranks.step)
+        gap *= 2
+
+
+def adapted(kept: Sequence[float], most: int, teams: int, found: int = 0) -> tuple[int, int, int]:
+    """Return how many elements go to other teams, what that changes by, and if that was right once.
+
+    `kept` is what was returned before, or zeros; `found` is how many there were together, of `most`
+    that are wanted, 0 before anybody looked. Nothing is larger than `most`.
+    """
+    least = max(1, most // teams)
+    share, step, right = (round(number) for number in kept)
+    step = step or max(1, (most - least) // 100)
+    if found and (found > most) == (step < 0):
+        step, right = (2 * step, 0) if right else (step, 1)
+    elif found:
+        step, right = int(-step / 2) if abs(step) > 1 else -step, 0
+    step = max(-most, min(step, most))
+    return min(max(share + step if found else share, least), most), step, right
+
+
 def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
     """Return how many of a run's `payload` bytes are positions."""
     return sparse.position_bytes(payload, state.theta.element_size())
@@ -119,6 +217,12 @@ def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    _, count = sizes_of(settings, layout.numel, workers)
-    how = f"{count:,} values and positions of each of {workers} blocks, {settings.aggregation}"
-    return workers * count * (size + sparse.POSITION_BYTES), how
+    check_workers(settings, workers)
+    teams, (_, count) = settings.options.teams, sizes_of(settings, layout.numel, workers)
+    blocks = workers // teams
+    how = f"{count:,} values and positions of each of {blocks} blocks, {settings.aggregation}"
+    travelling = blocks
+    if teams > 1:
+        # Within a team the other blocks, twice; what the other teams have of one, at most.
+        how, travelling = f"at most {how}, {teams} teams", 2 * (blocks - 1) + teams - 1
+    return travelling * count * (size + sparse.POSITION_BYTES), how

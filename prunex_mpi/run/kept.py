@@ -89,7 +89,8 @@ class Kept:
 
     `settings` are those to go on with once the run has `began`, `made` the communicators in use,
     `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
-    fewer nodes are left than a run may have; `changes` tell of all that was lost. But for times and
+    fewer nodes are left than a run may have, `apart` that nodes had gone on by themselves and those
+    outer iterations are lost with it; `changes` tell of all that was lost. But for times and
     communicators it is the same everywhere.
     """
 
@@ -102,6 +103,7 @@ class Kept:
     loss: Loss | None = None
     lost_at: float = 0.0
     too_few: bool = False
+    apart: bool = False
     changes: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -148,7 +150,7 @@ def put_back(
     world.Allreduce(MPI.IN_PLACE, newest, op=MPI.MIN)
     if not newest[0]:
         # One rank at least has not come to the end of its first outer iteration in this job.
-        kept.snapshots = []
+        kept.snapshots, kept.apart = [], False
         return False
     found = [s for s in kept.snapshots if s.iteration == newest[0]]
     left = broadcast_text(world, found[0].left if found else "")
@@ -167,7 +169,7 @@ def put_back(
         going()
         yield found[0].tensors, found[0].numbers
 
-    put_common(topology, parts, world.size, context)
+    kept.apart = put_common(topology, parts, world.size, context)
     if not digests_agree(world, bits_digest(state.z, state.spare)):
         raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
     kept.snapshots = found
@@ -183,9 +185,13 @@ def tell(topology: Topology, files: RunDirectory | None, context: RunContext, ke
     change = {"time": now, "iteration": iteration, "seconds": now - kept.lost_at}
     change |= {"lost_seconds": max(kept.lost_at - since, 0.0)}
     change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
-    what = f"{kept.loss.describe()} lost"
+    what, gone = f"{kept.loss.describe()} lost", []
     if any(key.startswith(OWN) for key in context.state.memory):
-        what += " with what had not been sent yet"
+        gone.append("what had not been sent yet")
+    if kept.apart:
+        gone.append("the outer iterations since nodes last exchanged")
+    if gone:
+        what += f" with {' and '.join(gone)}"
     kept.changes.append(change | {"nodes": nodes, "ranks": ranks})
     if files is not None:
         files.append(NODES, kept.changes[-1:])

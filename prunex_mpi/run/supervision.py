@@ -24,6 +24,7 @@ from prunex_mpi.core.evaluation import check_errors, check_finite
 from prunex_mpi.core.schedule import local_steps, rounds_left, total_steps
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
+from prunex_mpi.methods.exchanges import check_workers
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory, Tensorboard
 from prunex_mpi.run.kept import Kept, keep
@@ -107,6 +108,7 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
 
     Collective on `world`.
     """
+    check_workers(settings, topology)
     if not settings.method.averages:
         return
     if settings.payload == SUMMED and topology.num_nodes > MOST_SUMMED:

@@ -511,6 +511,7 @@ BAD_FLAGS = [
     ("--method pactrain --pactrain-ternary --amp fp16", "the scale of pactrain.ternary"),
     ("--method terngrad --amp fp16", "amp fp16: what terngrad keeps or scales by"),
     ("--method gossip --amp fp16", "amp fp16: what gossip keeps"),
+    ("--spardl-teams 2", "spardl.teams means nothing to method prunex"),
     ("--prunex-t-sync 3", "t-sync 3: what is evaluated is z"),
     ("--prunex-t-sync 99 --evaluate-every 99", "is more than the 64 outer-iterations"),
     ("--prunex-t-sync 2 --evaluate-every 4", "t-sync 2: residuals are measured on z"),

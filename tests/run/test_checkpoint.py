@@ -117,6 +117,9 @@ SCENARIOS = {
     "all blocks": {"method": "omnireduce", "omnireduce_block_ratio": 1.0},
     "fp16 gradients": {"method": "fp16"},
     "terngrad": {"method": "terngrad", "aggregation": "hierarchical"},
+    "spardl": {"method": "spardl"},
+    # What adapts goes on, too.
+    "spardl teams": {"method": "spardl", "spardl_teams": WORLD.size},
     "lion": {"method": "lion"},
     "adacgd": {"method": "adacgd", "aggregation": "hierarchical"},
     "diloco": {"method": "diloco"},

@@ -8,10 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from launch import LIMIT_S, environment, launcher, repeatable_metrics, train
+
+from prunex_mpi.base.logs import log
+from prunex_mpi.config.resolve import make
+from prunex_mpi.run.kept import Kept, Loss, tell
 
 FAULTY = str(Path(__file__).parents[1] / "harness" / "faulty.py")
 ITERATIONS = 8
@@ -96,6 +101,37 @@ def test_the_others_go_on_without_a_node_and_rank_0(tmp_path):
     assert change["nodes"] == 1 and change["ranks"] == 1
     assert "rank 0 on" in text and "leaves, as its node is not whole" in text
     assert "node 0 lost: 1 nodes with 1 ranks go on from outer iteration 3" in text
+
+
+@pytest.mark.jobs
+@pytest.mark.long
+def test_what_nodes_had_not_exchanged_is_said_to_be_lost(tmp_path):
+    """Their outer iterations 1 and 2 were each node's own; the third is under way."""
+    fault = {"rank": 1, "at": PLACES["step"][0], "call": 8}
+    apart = ["--prunex-t-sync", "4", "--evaluate-every", "4", "--residuals", "off"]
+    code, text = run_with_fault(3, fault, ["--ranks-per-node", "1", *apart], tmp_path)
+    assert code == 0, text
+    assert_whole(tmp_path / "run")
+    assert "node 1 lost with the outer iterations since nodes last exchanged: 2 nodes" in text
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("memory", [(), ("own.residual",)])
+def test_a_line_says_what_is_lost_with_a_node(apart, memory, caplog):
+    state = SimpleNamespace(memory=dict.fromkeys(memory), position=SimpleNamespace(iteration=3))
+    problem = SimpleNamespace(train=SimpleNamespace(batch_size=8))
+    kept = Kept(make(), loss=Loss((1,), (2, 3)), apart=apart)
+    topology = SimpleNamespace(world_size=2, num_nodes=1)
+    with caplog.at_level("INFO", log.name):
+        tell(topology, None, SimpleNamespace(state=state, problem=problem), kept)
+    told = {
+        (False, False): "node 1 lost: 1",
+        (False, True): "node 1 lost with what had not been sent yet: 1",
+        (True, False): "node 1 lost with the outer iterations since nodes last exchanged: 1",
+        (True, True): "node 1 lost with what had not been sent yet and the outer iterations since "
+        "nodes last exchanged: 1",
+    }
+    assert told[apart, bool(memory)] in caplog.text
 
 
 @pytest.mark.jobs
