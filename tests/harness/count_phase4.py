@@ -41,6 +41,8 @@ def counted(real, place):
     def function(*arguments, **named):
         MPI.COMM_WORLD.Barrier()
         before = reading()
+        # Nobody sends before all have read.
+        MPI.COMM_WORLD.Barrier()
         result = real(*arguments, **named)
         MPI.COMM_WORLD.Barrier()
         sent.append(reading() - before)
