@@ -32,7 +32,7 @@ IN_SENTENCES = {
     "setup": "setting up the method",
 }
 # Bytes: see `comm.traffic.Traffic`.
-KINDS = ("dense", "payload", "sent", "mask", "intra", "control", "evaluate", "setup")
+KINDS = ("dense", "payload", "sent", "racks", "mask", "intra", "control", "evaluate", "setup")
 # Of text: tokens of all ranks per second of training.
 SPEED = "tokens_per_second"
 

@@ -10,6 +10,7 @@ that of the main thread it would wait for all the local steps that are queued th
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import cuda
 
@@ -19,7 +20,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import HELPER
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.collectives import Transport, between_nodes, for_another_thread
-from prunex_mpi.comm.topology import Topology, duplicate
+from prunex_mpi.comm.topology import Topology, duplicate, duplicate_racks, free_racks
 from prunex_mpi.comm.traffic import Clock
 
 
@@ -27,7 +28,8 @@ class AsyncExchange:
     """The helper thread of one rank, and what it is at.
 
     `between` and `node` are duplicates of the leaders and the node of a topology, `transport` has
-    host memory that nobody else writes, `clock` is the thread's own, as is `stream` on a GPU.
+    host memory that nobody else writes, and such duplicates of racks; `clock` is the thread's own,
+    as is `stream` on a GPU.
     """
 
     def __init__(self, between: MPI.Comm, node: MPI.Comm, transport: Transport) -> None:
@@ -73,10 +75,11 @@ def exchanging_behind(
         yield None
         return
     run_collectively(topology.world, check_thread_support)
+    transport = between_nodes(for_another_thread(transport), topology.num_peers)
     behind = AsyncExchange(
         duplicate(topology, topology.leader) if topology.is_leader else MPI.COMM_NULL,
         duplicate(topology, topology.node),
-        between_nodes(for_another_thread(transport), topology.num_nodes),
+        replace(transport, racks=duplicate_racks(topology)),
     )
     try:
         yield behind
@@ -105,3 +108,4 @@ def _free(behind: AsyncExchange) -> None:
     if behind.between != MPI.COMM_NULL:
         behind.between.Free()
     behind.node.Free()
+    free_racks(behind.transport.racks)

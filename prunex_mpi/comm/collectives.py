@@ -11,6 +11,9 @@ An Allreduce folds what there are of ranks above a power of two onto the others:
 leaders sent 1.88 (Open MPI 5.0) or 1.50 times (MPICH 5.0) what is enough, 2 (M - 1)/M of the
 operand. There an Alltoall, sums of the shares and an Allgather take its place, which send no more
 than that at any size; MPICH's Reduce_scatter folds as well, below 512 KiB.
+
+Where the transport has racks, its communicator is that of the leaders, and reductions and
+broadcasts go by racks: a sum for each, one between their first leaders, one message back.
 """
 
 import time
@@ -25,6 +28,7 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.units import KIB, MIB
+from prunex_mpi.comm.topology import Racks
 
 # Every other dtype is refused before MPI sees it: bfloat16 sums are silently wrong under Open MPI.
 MPI_TYPES = {
@@ -49,11 +53,13 @@ class Transport:
     """How tensors reach MPI: bucket size in bytes and, where they are staged, two host buckets.
 
     Between nodes a bucket has `piece_bytes` for each of them, where that is less; 0: as all others.
+    `racks` are for messages between leaders alone.
     """
 
     bucket_bytes: int
     staging: tuple[Tensor, Tensor] | None = None
     piece_bytes: int = 0
+    racks: Racks | None = None
 
 
 # For what is on the host, and fits into a bucket.
@@ -87,6 +93,11 @@ def between_nodes(transport: Transport, nodes: int) -> Transport:
         return transport
     wanted = transport.piece_bytes * nodes
     return replace(transport, bucket_bytes=min(transport.bucket_bytes, wanted))
+
+
+def without_racks(transport: Transport) -> Transport:
+    """Return the same transport for messages in a rack, between first leaders, or in a node."""
+    return replace(transport, racks=None)
 
 
 def for_another_thread(transport: Transport) -> Transport:
@@ -214,11 +225,19 @@ def reduce_operand_(
     """Reduce in place what MPI can take, bucket by bucket. Collective on `comm`."""
     # Blocking: Open MPI's Iallreduce over TCP took twice as long between two nodes.
     for bucket in buckets(operand, transport):
-        _reduce_bucket_(comm, bucket, op)
+        _reduce_bucket_(comm, bucket, op, transport.racks)
 
 
 def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
-    """Sum `flat` over `comm` in place on `root`; the others keep theirs. Collective on `comm`."""
+    """Sum `flat` over `comm` in place on `root`; the others keep theirs. Collective on `comm`.
+
+    With racks the root is the first of all, and the first ones of other racks get the sum of those.
+    """
+    if racks := transport.racks:
+        for level in (racks.inside, racks.between):
+            if level != MPI.COMM_NULL:
+                reduce_(level, flat, without_racks(transport))
+        return
     if comm.size == 1:
         return
     leads = comm.rank == root
@@ -231,7 +250,12 @@ def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -
 
 
 def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
-    """Broadcast `flat` from `root` in place. Collective on `comm`."""
+    """Broadcast `flat` from `root`, with racks the first of all, in place. Collective on `comm`."""
+    if racks := transport.racks:
+        for level in (racks.between, racks.inside):
+            if level != MPI.COMM_NULL:
+                bcast_(level, flat, without_racks(transport))
+        return
     if comm.size == 1:
         return
     leads = comm.rank == root
@@ -256,14 +280,14 @@ def allreduce_then_bcast_(
         if leads:
             allreduce_(leader, flat, transport)
         started = time.perf_counter()
-        bcast_(node, flat, transport)
+        bcast_(node, flat, without_racks(transport))
         return time.perf_counter() - started
     spent = 0.0
     for operand in staged(flat, transport, fetch=leader != MPI.COMM_NULL):
         behind: list[MPI.Request] = []
         for bucket in buckets(operand, transport):
             if leads:
-                _reduce_bucket_(leader, bucket, MPI.SUM)
+                _reduce_bucket_(leader, bucket, MPI.SUM, transport.racks)
             started = time.perf_counter()
             requests = [node.Ibcast(mpi_buffer(bucket), root=0)] if node.size > 1 else []
             MPI.Request.Waitall(behind)
@@ -461,8 +485,17 @@ def sum_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
         spread_shares_(comm, carried, ends, transport)
 
 
-def _reduce_bucket_(comm: MPI.Comm, operand: Tensor, op: MPI.Op) -> None:
+def _reduce_bucket_(
+    comm: MPI.Comm, operand: Tensor, op: MPI.Op, racks: Racks | None = None
+) -> None:
     """Reduce `operand` over `comm` in place by blocking calls. Collective on `comm`."""
+    if racks is not None:
+        buffer, first = mpi_buffer(operand), racks.between != MPI.COMM_NULL
+        racks.inside.Reduce(*((MPI.IN_PLACE, buffer) if first else (buffer, None)), op=op, root=0)
+        if first:
+            _reduce_bucket_(racks.between, operand, op)
+        racks.inside.Bcast(buffer, root=0)
+        return
     if not _folds(comm, operand) or op not in (MPI.SUM, MPI.MAX):
         comm.Allreduce(MPI.IN_PLACE, mpi_buffer(operand), op=op)
         return

@@ -1,25 +1,43 @@
 """World, node and leader communicators, made once and handed down.
 
-The hierarchy has exactly two levels because they do different work, not the same work at two
+The algorithm has exactly two levels because they do different work, not the same work at two
 scales: the node level averages dense vectors, the leader level agrees on masks and averages compact
-payloads. A rack level would be a third communicator here (`leader.Split`), a consensus variable
-z_rack with its dual, and one more phase between phases 3 and 4 of the driver; a list of levels that
-the driver walks would hide which communicator carries which bytes without saving that work.
+payloads. Racks are a third level of communication alone: sums over the leaders are made rack by
+rack first. A consensus of the rack with a dual of its own would not know more (the derivation is in
+`prunex_mpi/README.md`).
 """
 
 import hashlib
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.comm.agreement import gather_text
+from prunex_mpi.comm.agreement import broadcast_text, gather_text, run_collectively
+
+# What --rack-of has in place of a number or a pattern: switches, as Slurm's topology names them.
+SLURM, SLURM_ADDRESS = "slurm", "SLURM_TOPOLOGY_ADDR"
+
+
+@dataclass(frozen=True)
+class Racks:
+    """The leaders by racks: those of this rack, and the first ones of all racks, `between`.
+
+    MPI.COMM_NULL on ranks that are not in them. `sizes` are the nodes of each rack, the first
+    leader's rack first, `index` is this rank's.
+    """
+
+    inside: MPI.Comm
+    between: MPI.Comm
+    sizes: tuple[int, ...]
+    index: int
 
 
 @dataclass(frozen=True)
@@ -38,6 +56,8 @@ class Topology:
     host_rank: int
     host_size: int
     core_sharers: int
+    # Where there are several racks, and one of them has several nodes.
+    racks: Racks | None = None
     # All communicators that were made of it: who goes on without a lost node revokes them.
     made: list[MPI.Comm] = field(default_factory=list)
 
@@ -54,6 +74,11 @@ class Topology:
         return len(self.node_sizes)
 
     @property
+    def num_peers(self) -> int:
+        """How many exchange between nodes: racks, or nodes where there are none."""
+        return len(self.racks.sizes) if self.racks else self.num_nodes
+
+    @property
     def is_leader(self) -> bool:
         return self.node.rank == 0
 
@@ -64,12 +89,16 @@ class Topology:
 
 
 def build_topology(
-    world: MPI.Comm, ranks_per_node: int = 0, made: list[MPI.Comm] | None = None
+    world: MPI.Comm,
+    ranks_per_node: int = 0,
+    made: list[MPI.Comm] | None = None,
+    rack_of: str = "",
 ) -> Topology:
-    """Split a duplicate of `world` into nodes and leaders. Collective on `world`.
+    """Split a duplicate of `world` into nodes, leaders and racks. Collective on `world`.
 
     `ranks_per_node` > 0 makes virtual nodes of that many consecutive ranks (the last may be
-    smaller); 0 takes what shares memory. Each communicator is put into `made` as soon as it exists.
+    smaller); 0 takes what shares memory. `rack_of` is the setting, "" for no racks. Each
+    communicator is put into `made` as soon as it exists.
     """
     if ranks_per_node > world.size:
         raise UserError(
@@ -102,15 +131,69 @@ def build_topology(
         leader.Allgather(np.array([node.size], dtype=np.int64), sizes)
     node.Bcast(sizes, root=0)
     shared = host_rank, host_size, core_sharers
-    return Topology(world, node, leader, int(shape[0]), tuple(sizes.tolist()), *shared, made)
+    nodes = int(shape[0]), tuple(sizes.tolist())
+    racks = _find_racks(world, node, leader, rack_of, made) if rack_of else None
+    return Topology(world, node, leader, *nodes, *shared, racks, made)
+
+
+def _find_racks(
+    world: MPI.Comm, node: MPI.Comm, leader: MPI.Comm, rack_of: str, made: list[MPI.Comm]
+) -> Racks | None:
+    """Split the leaders by racks; None where that changes nothing. Collective on `world`.
+
+    Raises UserError on every rank where the rack of a node can't be told.
+    """
+    leads = leader != MPI.COMM_NULL
+    name = run_collectively(world, lambda: rack_name(rack_of, leader.rank) if leads else "")
+    names = ""
+    if leads:
+        names = broadcast_text(leader, "\n".join(gather_text(leader, name)))
+    racks = broadcast_text(node, "\n".join((names, name))).split("\n")
+    mine = racks.pop()
+    distinct = list(dict.fromkeys(racks))
+    if len(distinct) in (1, len(racks)):
+        return None
+    index, inside, between = distinct.index(mine), MPI.COMM_NULL, MPI.COMM_NULL
+    if leads:
+        made.append(inside := leader.Split(index, key=leader.rank))
+        made.append(between := leader.Split(0 if inside.rank == 0 else MPI.UNDEFINED, leader.rank))
+    return Racks(inside, between, tuple(map(racks.count, distinct)), index)
+
+
+def rack_name(rack_of: str, node_index: int) -> str:
+    """Return the name of the rack of node `node_index`, on which this runs.
+
+    Raises UserError where it can't be told.
+    """
+    host = socket.gethostname()
+    if rack_of.isdecimal():
+        return str(node_index // int(rack_of))
+    if rack_of == SLURM:
+        switches, _, _ = os.environ.get(SLURM_ADDRESS, "").rpartition(".")
+        if switches:
+            return switches
+        raise UserError(
+            f"rack-of slurm: no switch in {SLURM_ADDRESS} on {host}; start with srun where Slurm "
+            "has topology/tree, or give a pattern of host names"
+        )
+    found = re.search(rack_of, host)
+    if found is None or not found[1]:
+        raise UserError(
+            f"rack-of {rack_of}: its group finds no rack in the host name {host}; give a pattern "
+            "that fits all hosts"
+        )
+    return found[1]
 
 
 @contextmanager
 def nodes_of(
-    world: MPI.Comm, ranks_per_node: int = 0, made: list[MPI.Comm] | None = None
+    world: MPI.Comm,
+    ranks_per_node: int = 0,
+    made: list[MPI.Comm] | None = None,
+    rack_of: str = "",
 ) -> Iterator[Topology]:
     """Have the topology of `build_topology` for the block. Collective on `world`, at both ends."""
-    topology = build_topology(world, ranks_per_node, made)
+    topology = build_topology(world, ranks_per_node, made, rack_of)
     try:
         yield topology
     except UserError:
@@ -125,9 +208,29 @@ def duplicate(topology: Topology, comm: MPI.Comm) -> MPI.Comm:
     return copy
 
 
+def duplicate_racks(topology: Topology) -> Racks | None:
+    """Return the racks with duplicates of their communicators. Collective on each of them."""
+    racks = topology.racks
+    if racks is None:
+        return None
+    inside, between = (
+        comm if comm == MPI.COMM_NULL else duplicate(topology, comm)
+        for comm in (racks.inside, racks.between)
+    )
+    return replace(racks, inside=inside, between=between)
+
+
+def free_racks(racks: Racks | None) -> None:
+    """Free their communicators. Collective on each of them."""
+    for comm in (racks.inside, racks.between) if racks else ():
+        if comm != MPI.COMM_NULL:
+            comm.Free()
+
+
 def free_topology(topology: Topology) -> None:
     """Free the communicators. Collective on each of them."""
     topology.made.clear()
+    free_racks(topology.racks)
     if topology.leader != MPI.COMM_NULL:
         topology.leader.Free()
     topology.node.Free()
@@ -146,8 +249,9 @@ def describe(topology: Topology, device: str) -> str:
         hosts = "+".join(sorted({r[1] for r in mine}))
         places = ", ".join(dict.fromkeys(r[2] for r in mine))
         nodes.append(f"node {node} = {size} ranks on {hosts} ({places})")
+    racks = f"{list(topology.racks.sizes)} nodes in racks, " if topology.racks else ""
     return (
-        f"{topology.num_nodes} nodes, {topology.world_size} ranks, {library_name()}: "
+        f"{topology.num_nodes} nodes, {racks}{topology.world_size} ranks, {library_name()}: "
         + "; ".join(nodes)
     )
 

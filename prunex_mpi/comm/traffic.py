@@ -22,7 +22,8 @@ class Traffic:
     to begin. `control` is what one rank hands over for ranks to agree: losses, norms, digests and
     errors; not the two numbers by which they agree about once a second on whether to stop. `dense`
     is what `payload` would be for the whole model. `sent` is what leaves a node for payload and
-    masks, by `units.ring_bytes`.
+    masks, by `units.ring_bytes`, and `racks` what leaves a rack; then `sent` is that of its first
+    node, through which all that leaves the rack goes.
     """
 
     payload: int = 0
@@ -33,6 +34,7 @@ class Traffic:
     control: int = 0
     dense: int = 0
     sent: int = 0
+    racks: int = 0
 
 
 @dataclass

@@ -6,7 +6,7 @@ A wire is made from one communicator and says so: whoever is handed a wire commu
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,6 +45,11 @@ class Wire:
     @property
     def is_member(self) -> bool:
         return self.comm != MPI.COMM_NULL
+
+    @property
+    def peers(self) -> int:
+        """How many exchange between nodes: racks, or the ranks of the ring."""
+        return len(self.transport.racks.sizes) if self.transport.racks else self.ring
 
     def reduce_(self, flat: Tensor, op: MPI.Op = MPI.SUM, kind: str = "") -> None:
         """Reduce `flat` in place on every rank (Allreduce). Collective on `comm`."""
@@ -165,9 +170,18 @@ class Wire:
             collectives.allgatherv_(self.comm, mine, counts, everyone, self.transport)
 
     def count(
-        self, operand: int, travelling: int | None = None, passes: int = 2, kind: str = ""
+        self,
+        operand: int,
+        travelling: int | None = None,
+        passes: int = 2,
+        kind: str = "",
+        summed: int = 0,
     ) -> dict[str, int]:
-        """Count, and return, `operand` bytes of this rank and `travelling` ones in the ring."""
+        """Count, and return, `operand` bytes of this rank and `travelling` ones in the ring.
+
+        With racks there are two rings: of two passes the first in the rack has `summed` bytes,
+        where these are others.
+        """
         kind = kind or self.kind
         if self.kind == "intra" and self.comm.size == 1:
             # Nothing travels inside a node of one rank.
@@ -176,7 +190,14 @@ class Wire:
         setattr(self.traffic, kind, getattr(self.traffic, kind) + operand)
         if kind not in ("evaluate", "setup", "control") and self.ring > 1:
             travelling = operand if travelling is None else travelling
-            counted["sent"] = ring_bytes(self.ring, travelling, passes)
+            if racks := self.transport.racks:
+                between = ring_bytes(self.peers, travelling, passes)
+                inside = travelling if passes == 1 else (summed or travelling) + travelling
+                inside = ring_bytes(racks.sizes[racks.index], inside, 1)
+                counted |= {"sent": inside + between, "racks": between}
+                self.traffic.racks += between
+            else:
+                counted["sent"] = ring_bytes(self.ring, travelling, passes)
             self.traffic.sent += counted["sent"]
         return counted
 
@@ -218,11 +239,15 @@ def find_wires(
     """Make the wires of this rank; with `flat` every rank is a worker, else the leaders are."""
     count = topology.world_size if flat else topology.num_nodes
     ring, inside = (count, topology.node_size if flat else 1) if topology.num_nodes > 1 else (1, 1)
+    between = transport
+    if topology.num_nodes > 1:
+        between = between_nodes(transport, count if flat else topology.num_peers)
+        between = replace(between, racks=topology.racks)
     workers = Wire(
         topology.world if flat else topology.leader,
         worker_weight(topology, flat),
         ring,
-        between_nodes(transport, count) if topology.num_nodes > 1 else transport,
+        between,
         traffic,
         clock,
         inside=inside,

@@ -1,5 +1,6 @@
 """Which settings do not fit together, though each is fine alone."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -146,6 +147,7 @@ def _check_interval(settings: Settings) -> None:
             "negative freeze-drift"
         )
     _check_fragments(s)
+    _check_racks(s)
     if not s.method.averages or not s.overlap_steps:
         return
     if s.evaluate_every == 1:
@@ -190,6 +192,28 @@ def _check_fragments(settings: Settings) -> None:
             "fragments: duals need all of z at once; give masks that freeze, and after-freeze "
             "local-sgd"
         )
+
+
+def _check_racks(settings: Settings) -> None:
+    """Refuse a pattern that can't name racks, and numbers that a lost node makes wrong."""
+    text = settings.rack_of
+    if not text or text == "slurm":
+        return
+    if text.isdecimal():
+        if not int(text):
+            raise UserError("rack-of 0: a rack has at least one node; leave it away for no racks")
+        if settings.on_node_loss == "continue":
+            raise UserError(
+                f"rack-of {text}: once a node is lost, consecutive ones are not those of a rack; "
+                "give a pattern of host names, or leave on-node-loss away"
+            )
+        return
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        raise UserError(f"rack-of {text} is no regular expression: {error}") from None
+    if not groups:
+        raise UserError(f"rack-of {text}: put what names the rack in brackets, as in (.*)-node")
 
 
 def _freezes(settings: Settings) -> bool:

@@ -77,7 +77,8 @@ def fill_message_(
     dense = state.whole.layout.numel if not part.number else place.stop - place.start
     dense += state.whole.stats if kept.numel() or not part.number else 0
     state.position.traffic.dense += dense * size
-    return leader.count(travelling) | node.count(travelling)
+    summed = sum(block.nbytes for block in state.blocks(part)) if coded else 0
+    return leader.count(travelling, summed=summed) | node.count(travelling)
 
 
 def message_bytes(payload: str, parameters: int, statistics: int, size: int) -> int:
@@ -99,7 +100,7 @@ def _make_room_(state: State, payload: str, leader: Wire, part: Part) -> None:
     if known != lengths and not (part.number and known and all(enough)):
         ways = zip((payload, STATISTICS), state.blocks(part), strict=True)
         state.coded = tuple(
-            allocate_coded(way, block, leader.ring, leader.transport) for way, block in ways
+            allocate_coded(way, block, leader.peers, leader.transport) for way, block in ways
         )
     if part.number and (state.waiting is None or state.waiting.numel() < lengths[0]):
         state.waiting = state.theta.new_empty(lengths[0])

@@ -7,7 +7,8 @@ owner (Alltoallv); the owner adds up the shares in the vector's own precision, e
 sends it to everyone (Allgather, Allgatherv where shares are not of one size). So each leader sends
 2 (M - 1)/M of the coded vector, whatever algorithms MPI chooses, nothing is added up by MPI in a
 type that it may not know, and all ranks decode the same bytes: they hold the same bits. The
-quantisation error stays with the rank that rounded, to be sent later.
+quantisation error stays with the rank that rounded, to be sent later. With racks the vectors of
+each are added up as they are, and their first leaders do the rest among themselves: M are racks.
 
 `int8sum` needs nothing but Allreduce, which every CUDA-aware MPI does on the device: the leaders
 share the scale of a block, so that their integers can be added up as they are.
@@ -121,13 +122,26 @@ def sum_coded_(
     device = values.device
     previous: list[MPI.Request] = []
     done = 0
+    leads, racks = between != MPI.COMM_NULL, transport.racks
+    transport = collectives.without_racks(transport)
+    if racks is not None:
+        between = racks.between
     for first in range(0, coded.blocks, coded.bucket_blocks):
         end = min(first + coded.bucket_blocks, coded.blocks)
+        if leads and racks is not None:
+            with clock.exchanging(device, "Reduce in the rack"):
+                collectives.reduce_(racks.inside, _run(values, first, end), transport)
+            if between == MPI.COMM_NULL:
+                # The first of the rack has what rounding leaves over.
+                _run(values, first, end).zero_()
         if between != MPI.COMM_NULL:
             if coded.payload == SUMMED:
                 _sum_integers_(between, coded, values, (first, end), transport, clock)
             else:
                 _sum_records_(between, coded, values, (first, end), transport, clock)
+        if leads and racks is not None:
+            with clock.exchanging(device, "Bcast in the rack"):
+                MPI.Request.Waitall(_broadcast_(racks.inside, coded, first, end, transport))
         with clock.broadcasting(device):
             requests = _broadcast_(node, coded, first, end, transport)
             MPI.Request.Waitall(previous)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from prunex_mpi.base.tables import Cell, Table, format_lines, format_table
-from prunex_mpi.base.units import MIB
+from prunex_mpi.base.units import MIB, ring_bytes
 from prunex_mpi.comm.collectives import between_nodes, build_transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.cli import shown
@@ -119,6 +119,10 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         rows += [("not pruned", text) for text in groups.excluded]
         if line := out_of_reach(groups, layout.numel):
             rows.append(("warning", line))
+    if topology.racks:
+        between = ring_bytes(topology.num_peers, payloads[1.0])
+        what = " at the keep ratio" if groups.total else ""
+        rows.append((f"sent by a rack per outer iteration{what}", _size_of(between)))
     if settings.fragments > 1:
         rows.append(("parts", _parts(settings, *planned(1.0), size)))
     text = format_lines(rows)
@@ -263,9 +267,12 @@ def _dry_run_per_step(
 def _what_runs(
     settings: Settings, topology: Topology, layout: Layout, statistics: int
 ) -> list[tuple[str, str]]:
+    nodes = f"{topology.num_nodes} nodes of {list(topology.node_sizes)} ranks"
+    if topology.racks:
+        nodes += f", racks of {list(topology.racks.sizes)} nodes"
     return [
         ("model", f"{settings.model}, {layout.numel:,} parameters, {statistics:,} statistics"),
-        ("topology", f"{topology.num_nodes} nodes of {list(topology.node_sizes)} ranks"),
+        ("topology", nodes),
     ]
 
 
@@ -366,6 +373,7 @@ def cost_table(settings: Settings, asked: Estimate, what: Travelling) -> Table:
             rows.append(row)
     columns = ("payload", "nodes", "bytes sent", "bound s", "pack s", "exchange s")
     notes = [
+        *(["nodes: with --rack-of racks"] if settings.rack_of else []),
         "bytes sent: by a node per outer iteration, 2 (M - 1)/M of its message between M nodes",
         "bound: these bytes over the link; pack: what is done before they are sent and after",
         "exchange: bound, pack, latencies and codes",

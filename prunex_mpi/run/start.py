@@ -120,13 +120,14 @@ def take_places(
     device: str,
     threads: int = 0,
     made: list[MPI.Comm] | None = None,
+    rack_of: str = "",
 ) -> Iterator[Place]:
     """Divide `world` into nodes for the time of the block; give each rank its device and threads.
 
-    `device` and `ranks_per_node` are settings; `threads` 0 are a fair share. Communicators are put
-    into `made`. Collective on `world`.
+    `device`, `ranks_per_node` and `rack_of` are settings; `threads` 0 are a fair share.
+    Communicators are put into `made`. Collective on `world`.
     """
-    with nodes_of(world, ranks_per_node, made) as topology:
+    with nodes_of(world, ranks_per_node, made, rack_of) as topology:
         chosen = run_collectively(world, lambda: choose_device(device, topology.host_rank))
         require_same(world, "the kinds of device (some ranks found no GPU)", chosen.type)
         if chosen.type == "cpu":
@@ -144,7 +145,7 @@ def places_of(
     """Take the places of a run with these settings, see `take_places`. Collective on `world`."""
     # Without leaders every rank is a node of its own.
     ranks_per_node = 1 if settings.method.flat else settings.ranks_per_node
-    return take_places(world, ranks_per_node, settings.device, made=made)
+    return take_places(world, ranks_per_node, settings.device, made=made, rack_of=settings.rack_of)
 
 
 def prepare(place: Place, settings: Settings) -> Transport:

@@ -111,9 +111,9 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
     check_workers(settings, topology)
     if not settings.method.averages:
         return
-    if settings.payload == SUMMED and topology.num_nodes > MOST_SUMMED:
+    if settings.payload == SUMMED and topology.num_peers > MOST_SUMMED:
         raise UserError(
-            f"payload int8sum is for up to {MOST_SUMMED} nodes, not {topology.num_nodes}: their "
+            f"payload int8sum is for up to {MOST_SUMMED} nodes, not {topology.num_peers}: their "
             "sum must fit into 8 bits; use int8 or int4"
         )
     if settings.overlap_steps:

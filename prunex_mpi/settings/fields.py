@@ -420,6 +420,16 @@ class Settings:
     ranks_per_node: int = _setting(
         "make virtual nodes of this many consecutive ranks, 0 for the real nodes", 0, low=0
     )
+    rack_of: str = _setting(
+        "add up in racks first, for a link between them that is thinner still: a pattern of host "
+        "names whose group is the rack, such as (.*)-node, consecutive nodes per rack, or slurm "
+        "for its topology",
+        "",
+        optional=True,
+        metavar="PATTERN|N|slurm",
+        of="averages nodes",
+        off="",
+    )
 
     _setting = partial(setting, "safety")
     resume: bool = _setting("continue the run in --run-dir where there is one", False)
@@ -526,7 +536,7 @@ OF_THE_JOB = (
         "min_nodes",
     ),
     *("data_dir", "download", "data_mode", "workers", "skip_corrupt", "device", "mpi_buffers"),
-    *("ranks_per_node", "progress", "tensorboard", "trace", "dry_run"),
+    *("ranks_per_node", "rack_of", "progress", "tensorboard", "trace", "dry_run"),
 )
 # The settings that all methods share, by name.
 SHARED = {f.name: f for f in dataclasses.fields(Settings) if f.metadata["section"]}

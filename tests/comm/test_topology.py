@@ -17,7 +17,7 @@ from prunex_mpi.comm.agreement import (
     require_same,
     run_collectively,
 )
-from prunex_mpi.comm.topology import build_topology, describe, library_name
+from prunex_mpi.comm.topology import build_topology, describe, library_name, rack_name
 
 
 def gathered(values: list[int]) -> np.ndarray:
@@ -84,6 +84,56 @@ def test_communicators_do_not_run_out():
 def test_more_ranks_per_node_than_ranks_is_refused_everywhere():
     with pytest.raises(UserError, match=f"--ranks-per-node {WORLD.size + 1} .* {WORLD.size} ranks"):
         build_topology(WORLD, WORLD.size + 1)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 2, 1)], ids=str)
+@pytest.mark.mpi(min_size=4)
+def test_racks_are_split_from_the_leaders_whatever_the_order_of_hosts(sizes, monkeypatch):
+    """Hosts of several racks take turns, as far as there are any left."""
+    turns = [rack for place in range(4) for rack, size in enumerate(sizes) if place < size]
+    racks = [*turns, *[0] * (WORLD.size - 4)]
+    host = f"r{racks[WORLD.rank]}-n{WORLD.rank}"
+    members = [rank for rank, rack in enumerate(racks) if rack == racks[WORLD.rank]]
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    with nodes_of(1, r"^(.*)-n\d+$") as topology:
+        found = topology.racks
+        assert found.sizes == tuple(racks.count(rack) for rack in range(len(sizes)))
+        assert found.index == racks[WORLD.rank]
+        assert topology.num_peers == len(sizes)
+        assert (found.inside.rank, found.inside.size) == (members.index(WORLD.rank), len(members))
+        first = WORLD.rank == members[0]
+        assert (found.between != MPI.COMM_NULL) == first
+        if first:
+            assert (found.between.rank, found.between.size) == (found.index, len(sizes))
+        assert str(list(found.sizes)) in describe(topology, "cpu") or WORLD.rank
+    assert found.inside == found.between == MPI.COMM_NULL
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rack_of", ["1", "1000", "(.*)"])
+def test_one_rack_and_racks_of_one_node_are_two_levels(rack_of):
+    with nodes_of(1, rack_of) as topology:
+        assert topology.racks is None
+        assert topology.num_peers == topology.num_nodes
+
+
+def test_a_rack_has_the_name_of_its_switches(monkeypatch):
+    monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", "core.leaf2.node7")
+    assert rack_name("slurm", 5) == "core.leaf2"
+    assert [rack_name("3", node) for node in range(7)] == list("0001112")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("rack_of", "words"),
+    [("(x)yz", "rack-of (x)yz: its group finds no rack"), ("slurm", "no switch in SLURM_TOPO")],
+)
+def test_a_rack_that_nobody_can_tell_is_refused_everywhere(rack_of, words, monkeypatch):
+    monkeypatch.delenv("SLURM_TOPOLOGY_ADDR", raising=False)
+    monkeypatch.setattr("socket.gethostname", lambda: f"host{WORLD.rank}")
+    with pytest.raises(UserError) as caught:
+        build_topology(WORLD, 1, rack_of=rack_of)
+    assert words in str(caught.value)
 
 
 TEXTS = ("", "a", "Grüße, θ ⊙ m", "x" * 100_000, "line\nline\0end")

@@ -152,6 +152,31 @@ def test_sums_between_nodes_reach_everyone_and_evaluation_leaves_no_node(ranks_p
         assert wires.node.traffic == Traffic(evaluate=8 * COUNT, intra=inside)
 
 
+@pytest.mark.parametrize("each", [2, 3])
+def test_with_racks_sums_and_broadcasts_are_the_same_and_each_ring_is_counted(each):
+    """On 4 ranks racks of 2 + 2 and of 3 + 1 nodes; on fewer there is one rack."""
+    with nodes_of(1, str(each)) as topology:
+        wire, flat, size = wires_of(topology).workers, ours(), 8 * COUNT
+        wire.reduce_(flat)
+        assert torch.equal(flat, everyones_sum())
+        bits = torch.tensor([1 << WORLD.rank], dtype=torch.uint8)
+        wire.reduce_(bits, MPI.BOR)
+        assert int(bits) == 2**WORLD.size - 1
+        flat = ours()
+        wire.reduce_to_first_(flat)
+        if WORLD.rank == 0:
+            assert torch.equal(flat, everyones_sum())
+        wire.broadcast_(flat)
+        assert torch.equal(flat, everyones_sum())
+        if WORLD.size == 4:
+            # Two passes of two vectors, one of them in halves, and of a byte; of two racks.
+            between = 2 * size + 1
+            inside = ([2, 2] if each == 2 else [3, 1])[WORLD.rank // each]
+            once, twice = (ring_bytes(inside, passes * size, 1) for passes in (1, 2))
+            assert wire.traffic.racks == between
+            assert wire.traffic.sent == between + 2 * once + twice + ring_bytes(inside, 2, 1)
+
+
 def test_time_in_messages_is_told_from_the_methods_own(monkeypatch):
     clock, now = Clock(), iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))

@@ -435,6 +435,8 @@ def test_a_setting_of_other_methods_is_refused_by_name(name):
         other = (0.125,)
     elif isinstance(default, bool):
         other = not default
+    elif isinstance(default, str):
+        other = "2"
     elif "share" in field.metadata:
         other = 3
     else:
@@ -541,6 +543,12 @@ BAD_FLAGS = [
     ("--epochs 3 --local-steps 5", "epochs: how many local-steps"),
     ("--help rivals", "--help 'rivals': there is no such group or method"),
     ("--method prunex-flat --ranks-per-node 2", "every rank is a node of its own"),
+    ("--rack-of 0", "rack-of 0: a rack has at least one node"),
+    ("--rack-of (a", "rack-of (a is no regular expression"),
+    ("--rack-of rack.*", "put what names the rack in brackets"),
+    ("--rack-of 2 --on-node-loss continue", "consecutive ones are not those of a rack"),
+    ("--method dense --rack-of 2", "rack-of means nothing to method"),
+    ("--method prunex-flat --rack-of 2", "rack-of means nothing to method"),
     ("--model=", "--model"),
     ("--local-epochs 0", "local-epochs"),
     ("--local-epochs -1", "--local-epochs"),

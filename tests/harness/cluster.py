@@ -3,7 +3,8 @@
     python tests/harness/cluster.py --hosts 2 --tasks 2 --rate 1gbit --launcher slurm -- \\
         python -m prunex_mpi.train --model resnet20
 
-starts the hosts on a bridge, runs the command on every rank and prints its exit code and the bytes
+starts the hosts on a bridge (the second half of them on another one, behind a link between the
+two), runs the command on every rank and prints its exit code and the bytes
 that each host's interface sent. To MPI these are real machines: Split_type(SHARED) finds them, and
 between them there is nothing but the link. They share the file system and the processors. Commands
 are started by the mpirun beside this Python (Open MPI's or MPICH's) or by Slurm's srun and sbatch,
@@ -32,7 +33,9 @@ from pathlib import Path
 from launch import environment
 
 PREFIX = "prunex"
-BRIDGE = "prunexbr"
+BRIDGES = ("prunexbr", "prunexbs")
+# The ends of the link between them, the first one at the first bridge.
+BETWEEN = (f"{PREFIX}pb0", f"{PREFIX}pb1")
 NETWORK = "10.78.0"
 LAUNCHERS = ("mpirun", "slurm")
 START_LIMIT_S = 30
@@ -116,8 +119,11 @@ def cluster(hosts: int, rate: str = "") -> Iterator[Cluster]:
 
 def set_up(made: Cluster, rate: str) -> None:
     """Make bridge, namespaces, links and names."""
-    run("ip", "link", "add", BRIDGE, "type", "bridge")
-    run("ip", "link", "set", BRIDGE, "up")
+    run("ip", "link", "add", BETWEEN[0], "type", "veth", "peer", "name", BETWEEN[1])
+    for bridge, end in zip(BRIDGES, BETWEEN, strict=True):
+        run("ip", "link", "add", bridge, "type", "bridge")
+        run("ip", "link", "set", bridge, "up")
+        run("ip", "link", "set", end, "master", bridge, "up")
     names = "".join(f"{h.address} {h.name}\n" for h in made.hosts)
     for number, host in enumerate(made.hosts):
         # `ip netns exec` puts these in the place of the machine's own.
@@ -131,7 +137,8 @@ def set_up(made: Cluster, rate: str) -> None:
             *("ip", "link", "add", port, "type", "veth"),
             *("peer", "name", "eth0", "netns", host.name),
         )
-        run("ip", "link", "set", port, "master", BRIDGE, "up")
+        bridge = BRIDGES[2 * number // len(made.hosts)]
+        run("ip", "link", "set", port, "master", bridge, "up")
         inside = ("ip", "-n", host.name)
         run(*inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
         run(*inside, "link", "set", "eth0", "up")
@@ -192,7 +199,8 @@ def tear_down() -> None:
     for name in names:
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
         shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
-    subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
+    for bridge in BRIDGES:
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
 
 def sent_bytes(made: Cluster) -> list[int]:

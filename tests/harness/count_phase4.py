@@ -5,10 +5,13 @@ average of each step's gradient.
 
     mpirun -n 4 python count_phase4.py FILE [flags of prunex_mpi.train]
 
-Each leader writes FILE-NODE, a JSON list: what `eth0` has sent in each of them.
+Each leader writes FILE-NODE, a JSON list: what `eth0` has sent in each of them. With LINK_OF in the
+environment of a rank, a process and an interface of its network (123:link), that is what went over
+this one, both ways.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -22,15 +25,27 @@ sent: list[int] = []
 nodes: list[int] = []
 
 
+def reading() -> int:
+    """Return the bytes that the kernel has counted so far."""
+    if "LINK_OF" not in os.environ:
+        return int(COUNTER.read_text())
+    process, _, name = os.environ["LINK_OF"].partition(":")
+    _, _, row = Path(f"/proc/{process}/net/dev").read_text().partition(f"{name}:")
+    fields = row.split()
+    return int(fields[0]) + int(fields[8])
+
+
 def counted(real, place):
     """Return `real` between two readings; nothing else is on the link. Its wires are at `place`."""
 
     def function(*arguments, **named):
         MPI.COMM_WORLD.Barrier()
-        before = int(COUNTER.read_text())
+        before = reading()
+        # Nobody sends before all have read.
+        MPI.COMM_WORLD.Barrier()
         result = real(*arguments, **named)
         MPI.COMM_WORLD.Barrier()
-        sent.append(int(COUNTER.read_text()) - before)
+        sent.append(reading() - before)
         workers = arguments[place].workers
         nodes[:] = [workers.comm.rank] if workers.is_member else []
         return result

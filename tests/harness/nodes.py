@@ -12,6 +12,6 @@ WORLD = MPI.COMM_WORLD
 NODE_SHAPES = (1, 2, 3, 4)
 
 
-def nodes_of(ranks_per_node: int) -> AbstractContextManager[Topology]:
+def nodes_of(ranks_per_node: int, rack_of: str = "") -> AbstractContextManager[Topology]:
     """Build nodes of `ranks_per_node` ranks, or of all where there are fewer; free them after."""
-    return comm.nodes_of(WORLD, min(ranks_per_node, WORLD.size))
+    return comm.nodes_of(WORLD, min(ranks_per_node, WORLD.size), rack_of=rack_of)

@@ -224,6 +224,7 @@ def told_by_dry_run(settings: Settings) -> Told:
     if settings.dataset == "imagefolder":
         settings = replace(settings, dataset="cifar10")
     one_each = {"num_nodes": 2, "node_sizes": (1, 1), "world_size": 2, "world": MPI.COMM_SELF}
+    one_each["racks"] = None
     text = dry_run(settings, SimpleNamespace(**one_each))
 
     def number(line: str, unit: str = " B") -> int:

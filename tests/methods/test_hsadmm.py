@@ -106,6 +106,14 @@ SCENARIOS |= {
     "apart-admm-outer": {**UNION, **APART, "node_sync": "outer", "penalty": "ramp"},
     "apart-shrunk": {**SHRUNK, **APART, "prunex_t_sync": 3, "freeze_iteration": 4},
 }
+# Of 4 nodes in racks: 2 + 2, 3 + 1.
+SCENARIOS |= {
+    "racks-of-2": {**RECIPE, "rack_of": "2"},
+    "racks-of-2-int4": {**COUPLED, "rack_of": "2", "payload": "int4"},
+    "racks-of-3-int4-behind": {**COUPLED, **BEHIND, "rack_of": "3", "payload": "int4"},
+    "racks-of-3-paper": {**PAPER, "rack_of": "3"},
+    "racks-of-3-int8sum": {**COUPLED, "rack_of": "3", "payload": "int8sum"},
+}
 CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
@@ -123,6 +131,8 @@ ARITHMETIC = (
 
 
 def marks_of(ranks: int, scenario: str, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
+    if scenario.startswith("racks"):
+        return [pytest.mark.long] if scenario.endswith(("paper", "int8sum")) else []
     rarely = scenario.endswith(RARELY) or "union" in scenario or (scenario, dtype) == CASES[-2]
     # Nodes of every shape are seen by one scenario, the others take turns.
     rarely |= ranks != 2 if dtype == torch.float32 else ranks == 2 and scenario != "recipe"
@@ -134,11 +144,17 @@ def marks_of(ranks: int, scenario: str, dtype: torch.dtype) -> list[pytest.MarkD
     return [] if asks and not arithmetic else [pytest.mark.any_mpi]
 
 
-# Arithmetic is seen on nodes of unequal size.
+# Arithmetic is seen on nodes of unequal size, racks on as many nodes as there are.
+def shapes_of(scenario: str) -> list[int]:
+    if scenario.startswith("racks"):
+        return [1]
+    return [3] if scenario.endswith(ARITHMETIC) else [1, 2, 3]
+
+
 SHAPED = [
     pytest.param(ranks, *case, marks=marks_of(ranks, *case))
     for case in CASES
-    for ranks in ([3] if case[0].endswith(ARITHMETIC) else [1, 2, 3])
+    for ranks in shapes_of(case[0])
 ]
 # In float64, of the weights. In float32 times what it costs the oracle, which the processor says.
 EXACT, ROUNDINGS = 1e-11, 8
@@ -147,7 +163,7 @@ EXACT, ROUNDINGS = 1e-11, 8
 def run_driver(ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
     """Yield (record, state, topology) after each outer iteration of the real driver."""
     with (
-        nodes_of(ranks_per_node) as topology,
+        nodes_of(ranks_per_node, settings.rack_of) as topology,
         exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind,
     ):
         context = replace(make_context(settings, model, stream, steps, loss), behind=behind)

@@ -264,7 +264,11 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
     history = []
     coded = None
     if s.payload != "fp32" and nodes > 1:
-        coded = CodedMeans(start, node_sizes, s.payload, s.bucket_bytes)
+        each = int(s.rack_of or 1)
+        racks = [range(nodes)[first : first + each] for first in range(0, nodes, each)]
+        if len(racks) == 1:
+            racks = [[node] for node in range(nodes)]
+        coded = CodedMeans(start, node_sizes, s.payload, s.bucket_bytes, racks)
     pending, apart = None, False
 
     def arrive():

@@ -70,9 +70,9 @@ def coded_sum(contributions, payload, bucket_bytes):
 class CodedMeans:
     """What nodes remember from one exchange in fewer bits to the next."""
 
-    def __init__(self, start, node_sizes, payload, bucket_bytes):
+    def __init__(self, start, node_sizes, payload, bucket_bytes, racks):
         self.shares = [size / sum(node_sizes) for size in node_sizes]
-        self.payload, self.bucket_bytes = payload, bucket_bytes
+        self.payload, self.bucket_bytes, self.racks = payload, bucket_bytes, racks
         self.rests = [{n: torch.zeros_like(x) for n, x in start.items()} for _ in node_sizes]
         self.known = None
 
@@ -83,11 +83,23 @@ class CodedMeans:
         for share, value, rest in zip(self.shares, values, self.rests, strict=True):
             parts = [(share * (value[n] - z[n]) + rest[n])[kept[n]] for n in z]
             vectors.append(torch.cat(parts))
-        total, left = coded_sum(vectors, self.payload, self.bucket_bytes)
+        total, left = self.sum_(vectors, self.payload)
         for rest, vector in zip(self.rests, left, strict=True):
             rest.update(expand(vector, kept))
         change = expand(total, kept)
         return {n: (z[n] + change[n]) * kept[n] for n in z}
+
+    def sum_(self, vectors, payload):
+        """Return (sum, what is left over of each node): racks add up exactly, then code.
+
+        The first node of a rack has what is left over of all of it.
+        """
+        offers = [sum(vectors[node] for node in rack) for rack in self.racks]
+        total, left = coded_sum(offers, payload, self.bucket_bytes)
+        rests = [torch.zeros_like(vector) for vector in vectors]
+        for rack, rest in zip(self.racks, left, strict=True):
+            rests[rack[0]] = rest
+        return total, rests
 
     def refer_to(self, ranks):
         """Take the plain mean of all ranks' lists of (mean, variance) as the first known ones."""
@@ -110,7 +122,7 @@ class CodedMeans:
                 about = second - 2 * shared * mean + shared**2
                 gaps.append(share * torch.stack((mean - shared, about - variance))[:, ~g])
             vectors.append(torch.cat([gap.flatten() for gap in gaps]))
-        total, _ = coded_sum(vectors, "bf16", self.bucket_bytes)
+        total, _ = self.sum_(vectors, "bf16")
         new = []
         for known, g in zip(self.known, gone, strict=True):
             count = 2 * int((~g).sum())

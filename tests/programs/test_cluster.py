@@ -4,6 +4,7 @@ Needs root, iproute2 and Slurm; .ci/run installs them where it may.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
 
 
 def count_sent(
-    hosts: Cluster, tasks: list[int], flags: Sequence[str], folder: Path
+    hosts: Cluster, tasks: list[int], flags: Sequence[str], folder: Path, **extra: str
 ) -> tuple[list[dict], list[list[int]]]:
     """Return the records of a run on hosts with so many tasks, and what the link of each carried.
 
@@ -83,7 +84,7 @@ def count_sent(
     some = Cluster(hosts.hosts[: len(tasks)], hosts.folder)
     words = [*mpirun_words(some, tasks), sys.executable, script, str(folder / "sent"), *SMALL]
     words += [*flags, "--model", "resnet20", "--run-dir", "run"]
-    require(run_on(some, words, folder, LIMIT_S))
+    require(run_on(some, words, folder, LIMIT_S, **extra))
     assert summary(folder / "run")["nodes"] == tasks
     sent = [json.loads((folder / f"sent-{node}").read_text()) for node in range(len(tasks))]
     return repeatable_metrics(folder / "run"), sent
@@ -113,6 +114,39 @@ def test_the_link_carries_no_more_than_is_enough(tasks, flags, share, hosts, tmp
         # The rest is headers and agreements; what TCP sends again is in some iterations alone.
         assert 0.99 < min(ratios) < 1.05
         assert max(ratios) < 1.2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("payload", "order", "least"),
+    [("int4", (0, 1, 2, 3), 1.9), ("int4", (2, 3, 0), 1.25), ("fp32", (0, 2, 1, 3), 1.8)],
+)
+def test_racks_send_over_the_link_between_them_what_two_nodes_would(
+    payload, order, least, hosts, tmp_path
+):
+    """Hosts 0 and 1, and 2 and 3, each behind a bridge; without racks it is so much more at least.
+
+    An Allreduce of neighbours in racks of equal size would send no more without.
+    """
+    some = Cluster(tuple(hosts.hosts[place] for place in order), hosts.folder)
+    flags = [*PRUNED, "--payload", payload]
+    link, tasks = {"LINK_OF": f"{os.getpid()}:{machines.BETWEEN[0]}"}, [2, 1, 1, 1][: len(order)]
+    totals = []
+    for rack_of in ([], ["--rack-of", "(prunex(?=[01])|x(?=[23]))"]):
+        folder = tmp_path / f"racks{len(rack_of)}"
+        folder.mkdir()
+        records, (carried, *_) = count_sent(some, tasks, [*flags, *rack_of], folder, **link)
+        totals.append(sum(carried))
+        leaves = [record["bytes"]["racks"] for record in records]
+        assert [n > 0 for n in leaves] == [bool(rack_of)] * len(records)
+    # Messages of phase 4 alone, without those for masks, go both ways.
+    ratios = [
+        there / (2 * record["bytes"]["payload"])
+        for there, record in zip(carried, records, strict=True)
+    ]
+    assert 0.99 < min(ratios) < 1.05
+    assert max(ratios) < 1.2
+    assert totals[0] > least * totals[1]
 
 
 @pytest.mark.long

@@ -150,6 +150,7 @@ WORKERS_SHARE = ("dgc", "powersgd", "adacgd")
 BEHIND = {"residuals": "off", "evaluate_every": 5, "overlap_steps": 1}
 FEWER_BITS = {
     "int4": {**RAMP, "groups": ("coupled",), "freeze_iteration": 4, "payload": "int4"},
+    "racks": {**RAMP, "freeze_iteration": 4, "payload": "int4", "rack_of": "3"},
     "int8sum": dict(
         RAMP, groups=("channel",), freeze_iteration=4, after_freeze="admm", payload="int8sum"
     ),
@@ -219,7 +220,7 @@ STREAMED = {
 }
 SCENARIOS |= {**FEWER_BITS, **OVERLAPPED, **STREAMED}
 SCENARIOS["qsr int4 behind"] = {**OVERLAPPED["diloco int4 behind"], **SCENARIOS["qsr"]}
-RARELY = ("int8sum", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
+RARELY = ("int8sum", "racks", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
 
 
 def seldom(cases: Iterable[tuple], often: Iterable[tuple]) -> list:
@@ -353,7 +354,7 @@ def assert_same(first: End, second: Run) -> None:
 @cache
 def whole_run(scenario: str, ranks_per_node: int) -> tuple[list[dict], End]:
     """Return the records and the end of a run that nobody leaves, which several tests share."""
-    with nodes_of(ranks_per_node) as topology:
+    with nodes_of(ranks_per_node, SCENARIOS[scenario].get("rack_of", "")) as topology:
         run = new_run(topology, scenario)
         records = list(run.iterate())
         HELPERS.close()
@@ -384,7 +385,8 @@ RESTORED_OFTEN = (
 @pytest.mark.parametrize(("scenario", "ranks_per_node"), seldom(RESTORED, RESTORED_OFTEN))
 def test_a_restored_run_goes_on_bit_for_bit(scenario, ranks_per_node):
     expected, end = whole_run(scenario, ranks_per_node)
-    with nodes_of(ranks_per_node) as topology, run_directory() as files:
+    racks = SCENARIOS[scenario].get("rack_of", "")
+    with nodes_of(ranks_per_node, racks) as topology, run_directory() as files:
         first = new_run(topology, scenario)
         iterations = first.iterate()
         records = [next(iterations) for _ in range(2)]

@@ -156,6 +156,19 @@ def test_bytes_are_those_that_a_run_counts(changes):
         assert payloads[0] > payloads[1] > payloads[2]
 
 
+@pytest.mark.mpi(min_size=4)
+def test_what_leaves_a_rack_is_told_before():
+    settings = make(**SHORT, method="local-sgd", payload="int4", rack_of="3")
+    with nodes_of(1, settings.rack_of) as topology:
+        text = forecast(settings, topology, NOTHING_KNOWN)
+        context = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
+        *_, record = driver_of(settings).outer_iterations(topology, context)
+        sizes = list(topology.racks.sizes)
+    assert f"racks of {sizes} nodes" in text
+    told = re.search(r"sent by a rack per outer iteration +([\d,]+) B", text)[1]
+    assert int(told.replace(",", "")) == record["bytes"]["racks"]
+
+
 @pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("changes", "words"),

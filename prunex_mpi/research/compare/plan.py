@@ -53,7 +53,7 @@ from prunex_mpi.settings.values import AUTO, to_fraction
 
 # What the comparison itself decides, or what only a run of its own can do.
 OWN = ("seed", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", *ESTIMATED)
-ALONE = ("resume", "checkpoint_every", "time_limit", "tensorboard", "trace")
+ALONE = ("rack_of", "resume", "checkpoint_every", "time_limit", "tensorboard", "trace")
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
 # What a shorter run has fewer of, or more often.
 COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "prunetrain_reconfigure_every")
