@@ -341,7 +341,8 @@ def test_what_the_trees_promise_is_what_python_loads():
         "assert not {'torch', 'mpi4py', 'matplotlib', 'jinja2'} & set(sys.modules)\n"
         f"{loading([*in_folders(WITHOUT_MPI), *alone])}assert 'mpi4py' not in sys.modules\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     result = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
