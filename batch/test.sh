@@ -7,8 +7,9 @@
 # Tests marked `long`, which take long and guard what rarely breaks, run with PRUNEX_LONG=1 and
 # whenever arguments are given: who names tests gets all of them. So do the run on one rank, where
 # little happens that the others do not show, on two ranks the tests marked `any_mpi`, since four
-# are two nodes as well, and on four those marked `two_ranks`. Without long tests processes load
-# torch.compile's modules late, see tests/harness/late_compiler.
+# are two nodes as well, and on four those marked `two_ranks`. Under both MPIs two ranks run these
+# alone: the others meet four ranks twice. Without long tests processes load torch.compile's modules
+# late, see tests/harness/late_compiler.
 # RUN_TIMEOUT_S (2400) is the limit of each run of pytest.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
@@ -16,8 +17,8 @@ cd "$ROOT"
 
 if [[ -z ${PRUNEX_MPI:-} && ${CI:-} == true ]]; then PRUNEX_MPI=both; fi
 if [[ ${PRUNEX_MPI:-} == both ]]; then
-    PRUNEX_MPI=openmpi bash batch/test.sh "$@"
-    PRUNEX_MPI=mpich PRUNEX_AGAIN=yes bash batch/test.sh "$@"
+    PRUNEX_MPI=openmpi PRUNEX_TURN=first bash batch/test.sh "$@"
+    PRUNEX_MPI=mpich PRUNEX_TURN=second bash batch/test.sh "$@"
     echo "both MPIs passed after $SECONDS s"
     exit 0
 fi
@@ -71,17 +72,19 @@ threads_of() {
 # The first failure of a rank ends the job with its message in that rank's log: -x makes pytest exit
 # and mpi4py turns the exit into an abort, where the other ranks would wait in a collective for ever.
 test_in_parallel() {
-    local ranks=$1 which= not=
+    local ranks=$1 which= not= marked=mpi
     shift
-    if [[ -n ${PRUNEX_AGAIN:-} ]]; then
+    if [[ $TURN == second ]]; then
         not=any_mpi
+    elif [[ -n $NOT_LONG && $ranks == 2 && $TURN == first ]]; then
+        which=" and two_ranks" marked=two_ranks
     elif [[ -n $NOT_LONG && $ranks == 2 ]]; then
         which=" and (two_ranks or not any_mpi)"
     elif [[ -n $NOT_LONG ]]; then
         not=two_ranks
     fi
     if [[ -n $not ]]; then which=" and not $not"; fi
-    if [[ $narrowed == no ]]; then set -- $(files_of mpi "$not"); fi
+    if [[ $narrowed == no ]]; then set -- $(files_of "$marked" "$not"); fi
     export PRUNEX_TEST_LOGS=$SCRATCH/$ranks
     mkdir "$PRUNEX_TEST_LOGS"
     echo "==== ranks: $ranks, $PRUNEX_MPI"
@@ -118,6 +121,8 @@ any_parallel_test() {
     [[ $status != 5 ]] # pytest found no test
 }
 
+# Of both MPIs the first or the second; empty: there is one alone.
+TURN=${PRUNEX_TURN:-}
 export RUN_TIMEOUT_S=${RUN_TIMEOUT_S:-2400}
 narrowed=yes
 if [[ $# == 0 ]]; then
@@ -141,11 +146,11 @@ fi
 # A test that hangs shows where before the limit ends it.
 PYTEST=(-m pytest -q -o "faulthandler_timeout=$((RUN_TIMEOUT_S / 2))")
 
-if [[ -z ${PRUNEX_AGAIN:-} ]]; then
+if [[ $TURN != second ]]; then
     "$VENV_PYTHON" -m ruff check prunex_mpi tests
     "$VENV_PYTHON" -m ruff format --check prunex_mpi tests
 fi
-if [[ -n ${PRUNEX_AGAIN:-} ]]; then
+if [[ $TURN == second ]]; then
     test_serially "jobs and not any_mpi" "$@"
 else
     test_serially "not mpi" "$@"
@@ -154,7 +159,7 @@ if [[ $narrowed == no ]] || any_parallel_test "$@"; then
     counts=(2 4)
     if [[ -z $NOT_LONG ]]; then counts=(1 2 4); fi
     # Four ranks are two nodes of two as well as four of one: enough for a second MPI.
-    if [[ -n ${PRUNEX_AGAIN:-} ]]; then counts=(4); fi
+    if [[ $TURN == second ]]; then counts=(4); fi
     for ranks in "${counts[@]}"; do
         test_in_parallel "$ranks" "$@"
     done

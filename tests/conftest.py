@@ -46,10 +46,6 @@ def pytest_collection_finish(session):
     _freeze_what_is_loaded()
 
 
-def pytest_sessionfinish(session):
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _forget_the_logger():
     """Let no test find handlers that a program has set up in another one."""

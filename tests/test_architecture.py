@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -64,6 +65,7 @@ EXECUTING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "she
 RESTRICTED = "data.cifar"
 
 
+@cache
 def trees() -> dict[str, ast.Module]:
     """Return the syntax tree of every module, by its dotted name inside the package."""
     found = {}
@@ -74,9 +76,7 @@ def trees() -> dict[str, ast.Module]:
     return found
 
 
-TREES = trees()
-
-
+@cache
 def imported(tree: ast.AST) -> set[str]:
     """Return the dotted names of all imports: in functions and for type checkers as well."""
     names = set()
@@ -100,9 +100,16 @@ def inside(tree: ast.AST, modules: Iterable[str]) -> set[str]:
     return {m for m in modules if m and any(d == m or d.startswith(f"{m}.") for d in dotted)}
 
 
-# Without packages, which hold nothing.
-MODULES = {name for name in TREES if (PACKAGE / f"{name.replace('.', '/')}.py").exists()}
-GRAPH = {name: inside(TREES[name], MODULES) for name in MODULES}
+@cache
+def modules() -> set[str]:
+    """Return the names of all modules, without packages, which hold nothing."""
+    return {name for name in trees() if (PACKAGE / f"{name.replace('.', '/')}.py").exists()}
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """Return what each module imports of the package."""
+    return {name: inside(trees()[name], modules()) for name in modules()}
 
 
 def level_of(module: str) -> int:
@@ -178,11 +185,11 @@ def names_of_the_world(tree: ast.AST) -> int:
 
 
 def in_folders(folders: Iterable[str]) -> list[str]:
-    return sorted(name for name in MODULES if name.split(".")[0] in folders and "." in name)
+    return sorted(name for name in modules() if name.split(".")[0] in folders and "." in name)
 
 
 def test_every_folder_is_a_layer():
-    assert {name.split(".")[0] for name in MODULES if "." in name} == set(LEVELS)
+    assert {name.split(".")[0] for name in modules() if "." in name} == set(LEVELS)
 
 
 def found(look: Callable[[str], object], modules: Iterable[str]) -> dict[str, object]:
@@ -191,25 +198,25 @@ def found(look: Callable[[str], object], modules: Iterable[str]) -> dict[str, ob
 
 
 def test_modules_import_from_below_alone():
-    assert found(lambda module: upwards(module, GRAPH[module]), MODULES) == {}
+    assert found(lambda module: upwards(module, graph()[module]), modules()) == {}
 
 
 def test_what_people_run_does_not_stand_on_research():
-    others = [m for m in MODULES if m.split(".")[0] not in (RESEARCH, RESEARCH_PROGRAM)]
-    assert found(lambda m: [t for t in GRAPH[m] if t.startswith(f"{RESEARCH}.")], others) == {}
+    others = [m for m in modules() if m.split(".")[0] not in (RESEARCH, RESEARCH_PROGRAM)]
+    assert found(lambda m: [t for t in graph()[m] if t.startswith(f"{RESEARCH}.")], others) == {}
 
 
 def test_plain_modules_know_neither_torch_nor_mpi():
-    assert found(lambda module: outside(TREES[module]) & HEAVY, in_folders(PLAIN)) == {}
+    assert found(lambda module: outside(trees()[module]) & HEAVY, in_folders(PLAIN)) == {}
 
 
 def test_mathematics_never_meets_mpi():
-    assert found(lambda m: outside(TREES[m]) & {"mpi4py"}, in_folders(WITHOUT_MPI)) == {}
+    assert found(lambda m: outside(trees()[m]) & {"mpi4py"}, in_folders(WITHOUT_MPI)) == {}
 
 
 def test_communication_knows_no_mathematics():
     def look(module: str) -> set[str]:
-        return {t.split(".")[0] for t in GRAPH[module] - {KNOWN_TO_COMM}} - {"base", "comm"}
+        return {t.split(".")[0] for t in graph()[module] - {KNOWN_TO_COMM}} - {"base", "comm"}
 
     assert found(look, in_folders(["comm"])) == {}
 
@@ -220,14 +227,14 @@ def test_modules_stay_short():
         length = len(path.read_text(encoding="utf-8").splitlines())
         return length * (length > (LONGEST_MODULE if "." in module else LONGEST_PROGRAM))
 
-    assert found(look, MODULES - {LONG}) == {}
+    assert found(look, modules() - {LONG}) == {}
 
 
 def test_functions_have_few_parameters():
     def look(module: str) -> list[tuple[str, int]]:
-        return [f for f in functions(TREES[module]) if f[1] > MOST_PARAMETERS]
+        return [f for f in functions(trees()[module]) if f[1] > MOST_PARAMETERS]
 
-    assert found(look, MODULES) == {}
+    assert found(look, modules()) == {}
 
 
 def test_packages_hand_nothing_on():
@@ -237,18 +244,18 @@ def test_packages_hand_nothing_on():
 
 def test_imports_make_no_circle():
     try:
-        TopologicalSorter(GRAPH).prepare()
+        TopologicalSorter(graph()).prepare()
     except CycleError as error:
         pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
 
 
 def test_only_programs_name_the_world():
-    named = found(lambda module: names_of_the_world(TREES[module]), TREES)
+    named = found(lambda module: names_of_the_world(trees()[module]), trees())
     assert set(named) <= {"run.program", "diagnosis.probe"}
 
 
 def test_nobody_relies_on_what_changing_modes_returns():
-    assert found(lambda module: values_of_modes(TREES[module]), TREES) == {}
+    assert found(lambda module: values_of_modes(trees()[module]), trees()) == {}
 
 
 def test_the_check_itself_sees_such_values():
@@ -256,13 +263,13 @@ def test_the_check_itself_sees_such_values():
 
 
 def test_nothing_received_or_read_is_executed():
-    assert found(lambda module: unsafe(TREES[module]), TREES) == {RESTRICTED: ["pickle"]}
+    assert found(lambda module: unsafe(trees()[module]), trees()) == {RESTRICTED: ["pickle"]}
 
 
 def test_a_pickle_is_parsed_by_what_knows_arrays_alone():
     uses = {
         node.attr
-        for node in ast.walk(TREES[RESTRICTED])
+        for node in ast.walk(trees()[RESTRICTED])
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"
     }
     assert uses == {"Unpickler", "UnpicklingError"}
@@ -324,9 +331,9 @@ def test_what_the_trees_promise_is_what_python_loads():
     def loading(modules: Iterable[str]) -> str:
         return "".join(f"import {NAME}.{module}\n" for module in modules)
 
-    alone = [name for name in MODULES if name.startswith("tools.export_")]
+    alone = [name for name in modules() if name.startswith("tools.export_")]
     # For these neither torch nor MPI needs to be there.
-    drawing = [n for n in MODULES if n.startswith(("tools.report.", "research.figures."))]
+    drawing = [n for n in modules() if n.startswith(("tools.report.", "research.figures."))]
     program = (
         f"import sys\n{loading([*in_folders(PLAIN), *EARLY])}"
         "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"
@@ -334,7 +341,8 @@ def test_what_the_trees_promise_is_what_python_loads():
         "assert not {'torch', 'mpi4py', 'matplotlib', 'jinja2'} & set(sys.modules)\n"
         f"{loading([*in_folders(WITHOUT_MPI), *alone])}assert 'mpi4py' not in sys.modules\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     result = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,

@@ -92,7 +92,7 @@ def test_recipe_is_the_default_and_shares_become_iterations():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_suit_runs_of_any_length(preset):
-    for outer in range(1, 301):
+    for outer in (*range(1, 49), *range(49, 301, 7)):
         settings = make(preset, outer_iterations=outer)
         assert 1 <= settings.freeze_iteration <= outer
         warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations

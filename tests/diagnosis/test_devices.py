@@ -152,6 +152,7 @@ def test_probe_without_a_launcher_passes_nothing(monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.two_ranks
 @pytest.mark.usefixtures("_as_in_the_environment")
 def test_probe_passes_from_inside_a_job():
     if WORLD.size > 2:

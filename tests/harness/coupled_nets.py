@@ -1,8 +1,8 @@
 """Small classifiers whose channels meet in LayerNorm, grouped convolutions, attention and cuts."""
 
 from functools import partial
+from types import ModuleType
 
-import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,26 +49,33 @@ def vit(num_classes: int, image_size: int) -> nn.Module:
     return VisionTransformer(image_size, 4, 2, 3, 24, 48, num_classes=num_classes)
 
 
+def _timm() -> ModuleType:
+    """Return timm's models: importing them takes a second, and few tests have them."""
+    import timm
+
+    return timm.models
+
+
 def timm_vit(num_classes: int, image_size: int) -> nn.Module:
     sizes = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
-    return timm.models.VisionTransformer(image_size, num_classes=num_classes, **sizes)
+    return _timm().VisionTransformer(image_size, num_classes=num_classes, **sizes)
 
 
 def timm_vit_normed(num_classes: int, image_size: int) -> nn.Module:
     """Queries and keys go through a LayerNorm of the size of a head."""
     sizes = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
     options = {"qk_norm": True, "init_values": 0.1, "global_pool": "avg"}
-    return timm.models.VisionTransformer(image_size, num_classes=num_classes, **sizes, **options)
+    return _timm().VisionTransformer(image_size, num_classes=num_classes, **sizes, **options)
 
 
 def timm_swin(num_classes: int, image_size: int) -> nn.Module:
     sizes = {"patch_size": 2, "embed_dim": 24, "depths": (2, 1), "num_heads": (3, 6)}
-    return timm.models.SwinTransformer(image_size, num_classes=num_classes, window_size=4, **sizes)
+    return _timm().SwinTransformer(image_size, num_classes=num_classes, window_size=4, **sizes)
 
 
 def timm_convnext(num_classes: int, image_size: int) -> nn.Module:
     sizes = {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 24), "patch_size": 1}
-    return timm.models.ConvNeXt(num_classes=num_classes, **sizes)
+    return _timm().ConvNeXt(num_classes=num_classes, **sizes)
 
 
 class Encoder(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from prunex_mpi.data.datasets import Part, load
@@ -46,6 +45,8 @@ def digits_again(data_dir: str, train: bool) -> Own:
 
 def tensors(data_dir: str, train: bool) -> TensorDataset:
     """Grey images [1, 8, 8] and labels, nothing else: labels are in the items alone."""
+    from sklearn.datasets import load_digits  # takes a second or two
+
     drawn = load_digits()
     chosen = slice(100) if train else slice(100, 140)
     images = torch.from_numpy(drawn.images[chosen] * 15).to(torch.uint8)[:, None]

@@ -187,6 +187,7 @@ def test_the_link_carries_a_message_in_equal_parts(payload, hosts, tmp_path):
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long
 def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(hosts, whole, tmp_path):
     pair = Cluster(hosts.hosts[:2], hosts.folder)
     words = [*mpirun_words(pair, [2, 2]), *TRAIN, *LONGER]

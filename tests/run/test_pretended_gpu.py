@@ -15,6 +15,7 @@ from prunex_mpi.run.supervision import driver_of
 
 pytestmark = [
     pytest.mark.mpi,
+    pytest.mark.two_ranks,
     pytest.mark.skipif(WORLD.size != 2, reason="two nodes of a rank do all that more would do"),
 ]
 
