@@ -13,7 +13,9 @@ operand. There an Alltoall, sums of the shares and an Allgather take its place, 
 than that at any size; MPICH's Reduce_scatter folds as well, below 512 KiB.
 
 Where the transport has racks, its communicator is that of the leaders, and reductions and
-broadcasts go by racks: a sum for each, one between their first leaders, one message back.
+broadcasts go by racks: a sum for each, one between their first leaders, one message back. Between
+two racks of two hosts codes then took half of the bytes, float32 did where neighbours in rank were
+of different racks; an Allreduce of neighbours in equal racks sends no more without.
 """
 
 import time
