@@ -386,6 +386,7 @@ SHORT = {
     "--run-dir": "run",
 }
 DROPPED = {*SHORT, "--local-epochs", "--data-dir", "--download", "--init-from", "--lr"}
+DROPPED |= {"--tokenizer", "--context", "--on-node-loss"}
 
 
 def shortened(arguments: list[str]) -> list[str]:
