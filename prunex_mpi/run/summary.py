@@ -85,7 +85,7 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("  evaluation", f"{sent['evaluate'] / MIB:.2f} MiB"),
         *setup,
         ("sent by a node, by ring algorithms", f"{sent['sent'] / MIB:.2f} MiB"),
-        *([("  to other racks", f"{sent['racks'] / MIB:.2f} MiB")] if sent["racks"] else []),
+        *([("  to other racks", f"{sent['racks'] / MIB:.2f} MiB")] if sent.get("racks") else []),
         ("inside a node, per leader", f"{sent['intra'] / MIB:.2f} MiB"),
         ("seconds per phase", phases),
         *speed,

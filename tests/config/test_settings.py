@@ -660,7 +660,7 @@ def test_help_shows_few_flags_first_and_all_when_asked(capsys):
     assert 18 <= len({*flags(first)} - {"--help"}) <= 30
     assert [key for key in map(key_of, FIELDS) if f"--{key}" not in flags(everything)] == []
     assert "--keep-ratio X [X ...]" in everything and "[0.5]" in everything
-    assert "{filter,channel,shape,coupled}" in everything
+    assert "{filter,channel,shape,kernel,pattern,coupled}" in everything
     assert "method dgc: deep gradient compression" in everything
     sparsity = help_of(capsys, "--help", "sparsity")
     assert "--freeze-drift" in sparsity and "--batch-size" not in sparsity

@@ -127,5 +127,5 @@ def _pruned(state):
 
 
 def test_single_weights_are_not_pruned_with_muon() -> None:
-    with pytest.raises(UserError, match="single weights that pactrain"):
+    with pytest.raises(UserError, match="the weights that pactrain"):
         make(method="pactrain", optimizer="muon")

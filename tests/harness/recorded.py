@@ -81,6 +81,7 @@ def metrics_lines(iterations: int, freeze: int, rng: np.random.Generator) -> Ite
                 "dense": 4 * MIB,
                 "payload": int(4 * MIB * density),
                 "sent": int(4 * MIB * density) + 1000,
+                "racks": 0,
                 "mask": 0 if k >= freeze else 1000,
                 "intra": 40 * MIB,
                 "control": 500,
