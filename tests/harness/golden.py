@@ -26,17 +26,7 @@ from typing import Any
 from prunex_mpi.models.inputs import Images
 
 # (pattern of "case layout part quantity", reason) of what has changed since on purpose.
-_WARM = "BatchNorm's first running averages are plain means"
-_DENSE = "statistics are estimated for evaluations before anything is pruned, too"
-_BEST = "what is held out chooses another network, by other statistics"
-DELIBERATE: tuple[tuple[str, str], ...] = (
-    ("* statistics all", _WARM),
-    ("* metrics test_*", _WARM),
-    ("* metrics val_*", _WARM),
-    ("* bytes evaluate", _DENSE),
-    ("val-* weights all", _BEST),
-    ("val-* mask all", _BEST),
-)
+DELIBERATE: tuple[tuple[str, str], ...] = ()
 
 # Ranks, and ranks per node.
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2x2": (4, 2), "3+1": (4, 3)}
