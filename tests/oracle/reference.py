@@ -210,6 +210,15 @@ def warm_up_(model, fresh, step):
         module.momentum = max(batchnorms(fresh)[name].momentum, 1 / step)
 
 
+def batch_loss(model, start, stream, optimizer, loss_fn, number):
+    """Return the loss of the next batch, training step `number`, with gradients at zero."""
+    images, labels = stream.next()
+    model.train()
+    optimizer.zero_grad()
+    warm_up_(model, start, number)
+    return loss_fn(model(images), labels)
+
+
 def moments(module):
     """Return the running mean and second moment [2, channels]."""
     mean = module.running_mean
@@ -329,17 +338,14 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                         left = s.freeze_iteration - k
                         start_at = torch.where(mask[n], source[n], left / (left + 1) * p.data)
                     p.data.copy_(start_at)
-            r.model.train()
         losses = [0.0] * total_ranks
         gates = [[0.0] * len(s.sets) for _ in ranks] if s.score == "gates" else []
         for step in range(s.steps):
             if pending and step == s.overlap_steps:
                 z, pending = arrive(), None
             for j, r in enumerate(ranks):
-                images, labels = r.stream.next()
-                r.optimizer.zero_grad()
-                warm_up_(r.model, model, (k - 1) * s.steps + step + 1)
-                loss = loss_fn(r.model(images), labels)
+                number = (k - 1) * s.steps + step + 1
+                loss = batch_loss(r.model, model, r.stream, r.optimizer, loss_fn, number)
                 loss.backward()
                 losses[j] += float(loss.detach()) / s.steps
             if s.node_sync == "step":

@@ -8,7 +8,7 @@ import copy
 from types import SimpleNamespace
 
 import torch
-from reference import parameters, sgd, warm_up_
+from reference import batch_loss, parameters, sgd
 from reference_rivals import average_batchnorm, statistics_of, workers_of
 
 # In the order of gen_pattern_dic(4).
@@ -68,11 +68,8 @@ def simulate_clicktrain(model, streams, node_sizes, loss_fn, s):
         for step in range(s.steps):
             gradients = []
             for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
-                images, labels = stream.next()
-                m.train()
-                optimizer.zero_grad()
-                warm_up_(m, model, (k - 1) * s.steps + step + 1)
-                loss = loss_fn(m(images), labels)
+                number = (k - 1) * s.steps + step + 1
+                loss = batch_loss(m, model, stream, optimizer, loss_fn, number)
                 losses.append(float(loss.detach()))
                 extra = 0.0 if hard else penalty(parameters(m), masks)
                 (loss + s.options.lasso * extra).backward()

@@ -8,8 +8,8 @@ import copy
 from types import SimpleNamespace
 
 import torch
-from reference import batchnorms as norms_of
 from reference import (
+    batch_loss,
     conv_shapes,
     decays,
     masked,
@@ -18,8 +18,8 @@ from reference import (
     project,
     set_moments_,
     sgd,
-    warm_up_,
 )
+from reference import batchnorms as norms_of
 
 
 def simulate_flat(model, streams, loss_fn, s):
@@ -39,12 +39,9 @@ def simulate_flat(model, streams, loss_fn, s):
             for n, p in parameters(m).items():
                 p.data.copy_(z[n])
         for m, stream, optimizer, u in zip(models, streams, optimizers, duals, strict=True):
-            m.train()
             for step in range(s.steps):
-                images, labels = stream.next()
-                optimizer.zero_grad()
-                warm_up_(m, model, (k - 1) * s.steps + step + 1)
-                loss = loss_fn(m(images), labels)
+                number = (k - 1) * s.steps + step + 1
+                loss = batch_loss(m, model, stream, optimizer, loss_fn, number)
                 loss.backward()
                 losses.append(float(loss.detach()))
                 for n, p in parameters(m).items():

@@ -7,7 +7,7 @@ import copy
 from types import SimpleNamespace
 
 import torch
-from reference import parameters, sgd, warm_up_
+from reference import batch_loss, parameters, sgd
 from reference_rivals import average_batchnorm, statistics_of
 
 
@@ -58,11 +58,8 @@ def simulate_prunetrain(model, streams, loss_fn, s):
         for step in range(s.steps):
             gradients = []
             for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
-                images, labels = stream.next()
-                m.train()
-                optimizer.zero_grad()
-                warm_up_(m, model, (k - 1) * s.steps + step + 1)
-                loss = loss_fn(m(images), labels)
+                number = (k - 1) * s.steps + step + 1
+                loss = batch_loss(m, model, stream, optimizer, loss_fn, number)
                 extra = penalty(parameters(m), s.sets)
                 if coefficient is None:
                     # extra * coefficient / (loss + extra * coefficient) is the share.

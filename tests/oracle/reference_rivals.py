@@ -12,7 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from places import DEVICE
-from reference import batchnorms, conv_shapes, decays, masked, parameters, project, sgd, warm_up_
+from reference import (
+    batch_loss,
+    batchnorms,
+    conv_shapes,
+    decays,
+    masked,
+    parameters,
+    project,
+    sgd,
+)
 
 # What their authors have chosen, by method; tests on small networks choose otherwise.
 CONSTANTS = {
@@ -417,11 +426,8 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
         for step in range(s.steps):
             gradients = []
             for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
-                images, labels = stream.next()
-                m.train()
-                optimizer.zero_grad()
-                warm_up_(m, model, (k - 1) * s.steps + step + 1)
-                loss = loss_fn(m(images), labels)
+                number = (k - 1) * s.steps + step + 1
+                loss = batch_loss(m, model, stream, optimizer, loss_fn, number)
                 loss.backward()
                 losses.append(float(loss.detach()))
                 gradients.append({n: p.grad.clone() for n, p in parameters(m).items()})
@@ -478,11 +484,8 @@ def simulate_gossip(model, streams, node_sizes, loss_fn, s):
         losses = []
         for step in range(s.steps):
             for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
-                images, labels = stream.next()
-                m.train()
-                optimizer.zero_grad()
-                warm_up_(m, model, (k - 1) * s.steps + step + 1)
-                loss = loss_fn(m(images), labels)
+                number = (k - 1) * s.steps + step + 1
+                loss = batch_loss(m, model, stream, optimizer, loss_fn, number)
                 loss.backward()
                 losses.append(float(loss.detach()))
             means = [
@@ -605,7 +608,6 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
         k += 1
         losses = []
         for m, optimizer in zip(models, optimizers, strict=True):
-            m.train()
             for n, p in parameters(m).items():
                 p.data.copy_(z[n])
             for kept in optimizer.state.values():
@@ -617,10 +619,7 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
                     group["lr"] = rate_at(done, s.outer_iterations * s.steps, s)
             done += 1
             for m, stream, optimizer in zip(models, streams, optimizers, strict=True):
-                images, labels = stream.next()
-                optimizer.zero_grad()
-                warm_up_(m, model, done)
-                loss = loss_fn(m(images), labels)
+                loss = batch_loss(m, model, stream, optimizer, loss_fn, done)
                 loss.backward()
                 losses.append(float(loss.detach()))
             for i in range(len(node_sizes) if s.node_sync == "step" else 0):
