@@ -546,6 +546,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                     for r in ranks
                 ],
                 rests=[dict(x) for x in coded.rests] if coded else [],
+                optimizers=[copy.deepcopy(r.optimizer.state_dict()["state"]) for r in ranks],
             )
         )
     return history

@@ -2,26 +2,52 @@
 
 Algorithm 2 of Douillard et al. 2025, on flat vectors: after step t with t - t_p divisible by H a
 fragment p of z - theta is sent; tau steps later the outer step has moved that fragment of z, and
-the replicas go on from it. In the last outer iteration all fragments are sent at its end.
+the replicas go on from it. In the last outer iteration all fragments are sent at its end, and in
+the one that prunes: from then on fragments are of what is kept.
 """
 
 import copy
 from types import SimpleNamespace
 
 import torch
+from reference import parameters, project_coupled, simulate
 from reference_payload import coded_sum
 
 BLOCK = 128
 
 
-def fragments_of(numel, count):
-    """Return slices of about equal length that end after whole blocks."""
-    ends = [BLOCK * round(f * numel / count / BLOCK) for f in range(1, count)] + [numel]
+def fragments_of(kept, lengths, count):
+    """Return slices of vectors with about as many `kept` elements each.
+
+    They end after whole blocks of these, or with a layer, of `lengths` elements, that lacks some.
+    """
+    runs = []  # of layers that lack some, and of all those between two of them
+    for layer in torch.split(kept, lengths):
+        if runs and layer.all() and runs[-1].all():
+            layer = torch.cat([runs.pop(), layer])
+        runs.append(layer)
+    ends = []
+    for wanted in (f * int(kept.sum()) / count for f in range(1, count)):
+        at = before = 0  # in vectors, and in what is kept of them
+        for run in runs:
+            mine = int(run.sum())
+            if wanted <= before + mine:
+                break
+            at, before = at + len(run), before + mine
+        inside = min(max(BLOCK * round(wanted / BLOCK) - before, 0), mine)
+        if not run.all():
+            inside = 0 if wanted - before < before + mine - wanted else len(run)
+        ends.append(at + inside)
+    ends.append(len(kept))
     return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def flat(model):
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def flattened(tensors):
+    return torch.cat([x.reshape(-1) for x in tensors.values()])
 
 
 class Simulation:
@@ -36,6 +62,7 @@ class Simulation:
         self.momentum = [torch.zeros_like(x) for x in self.theta]
         self.z, self.velocity = flat(model), torch.zeros_like(flat(model))
         self.rests = [torch.zeros_like(self.z) for _ in node_sizes]
+        self.kept = torch.ones_like(self.z, dtype=torch.bool)
         self.history = []
 
     def node_means(self, vectors):
@@ -59,7 +86,7 @@ class Simulation:
             means = self.node_means(gradients)
             gradients = [means[i] for i in self.node_of]
         for r, gradient in enumerate(gradients):
-            gradient = gradient + self.s.weight_decay * self.theta[r]
+            gradient = self.kept * (gradient + self.s.weight_decay * self.theta[r])
             self.momentum[r] = self.s.momentum * self.momentum[r] + gradient
             self.theta[r] = self.theta[r] - self.s.lr * self.momentum[r]
 
@@ -74,10 +101,12 @@ class Simulation:
             offers = [
                 w * (x - z) + rest[p] for w, x, rest in zip(shares, held, self.rests, strict=True)
             ]
-            change, left = coded_sum(offers, self.s.payload, self.s.bucket_bytes)
+            kept = self.kept[p]
+            offers = [offer[kept] for offer in offers]
+            total, left = coded_sum(offers, self.s.payload, self.s.bucket_bytes)
             for rest, vector in zip(self.rests, left, strict=True):
-                rest[p] = vector
-            mean = z + change
+                rest[p] = expanded(vector, kept)
+            mean = kept * z + expanded(total, kept)
         for r, momentum in enumerate(self.momentum):
             if self.s.inner_momentum == "reset":
                 momentum[p] = 0
@@ -102,13 +131,30 @@ class Simulation:
             else:
                 theta[p] = self.s.alpha * theta[p] + (1 - self.s.alpha) * self.z[p]
 
-    def run(self):
+    def prune(self):
+        """Choose by what the nodes hold together what is kept from now on."""
+        like, s = dict(parameters(self.models[0])), self.s
+        held = []
+        for vector in self.node_means(self.theta):
+            parts = torch.split(vector, [x.numel() for x in like.values()])
+            held.append({n: v.view_as(x) for (n, x), v in zip(like.items(), parts, strict=True)})
+        masks = project_coupled(held, s.sets, s.keep_ratio, self.sizes, s.score, like)
+        self.keep(masks, like)
+        self.theta = [self.kept * x for x in self.theta]
+        self.momentum = [self.kept * x for x in self.momentum]
+
+    def keep(self, masks, like):
+        everything = {n: torch.ones_like(x, dtype=torch.bool) for n, x in like.items()}
+        self.kept = flattened({**everything, **masks})
+
+    def run(self, first=1):
         s, steps, now = self.s, self.s.steps, 0
-        parts = fragments_of(self.z.numel(), s.fragments)
-        sends = {f * steps // s.fragments: p for f, p in enumerate(parts, 1)}
+        lengths = [x.numel() for x in self.models[0].parameters()]
         pending = None
-        for k in range(1, s.outer_iterations + 1):
-            last = k == s.outer_iterations
+        for k in range(first, s.outer_iterations + 1):
+            last = k in (s.prune_iteration, s.outer_iterations)
+            parts = fragments_of(self.kept, lengths, s.fragments)
+            sends = {f * steps // s.fragments: p for f, p in enumerate(parts, 1)}
             for t in range(1, steps + 1):
                 self.inner_step()
                 now += 1
@@ -122,6 +168,8 @@ class Simulation:
                     pending = now, sent
                 else:
                     self.receive(sent, False)
+            if k == s.prune_iteration:
+                self.prune()
             if last:
                 self.receive((*self.send(slice(0, self.z.numel())), k), False)
             self.history.append(
@@ -132,3 +180,28 @@ class Simulation:
                 )
             )
         return self.history
+
+
+def expanded(vector, kept):
+    """Put the entries of `vector` where `kept` says, zeros elsewhere."""
+    full = torch.zeros(kept.shape, dtype=vector.dtype)
+    full[kept] = vector
+    return full
+
+
+def simulate_in_parts(model, streams, node_sizes, loss_fn, s):
+    """Return the history of a method that exchanges in fragments.
+
+    Where `s.freeze_iteration` is set, H-SADMM comes first, and it has nothing of those iterations.
+    """
+    if not s.freeze_iteration:
+        return Simulation(model, streams, node_sizes, loss_fn, s).run()
+    begin = SimpleNamespace(**{**vars(s), "outer_iterations": s.freeze_iteration})
+    found = simulate(model, streams, node_sizes, loss_fn, begin)[-1]
+    torch.nn.utils.vector_to_parameters(flattened(found.z), model.parameters())
+    then = Simulation(model, streams, node_sizes, loss_fn, s)
+    then.keep(found.mask, found.z)
+    then.rests = [flattened(rest) for rest in found.rests] or then.rests
+    for r, parts in enumerate(found.optimizers):
+        then.momentum[r] = flattened({n: x["momentum_buffer"] for n, x in parts.items()})
+    return [None] * s.freeze_iteration + then.run(s.freeze_iteration + 1)

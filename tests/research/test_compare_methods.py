@@ -299,10 +299,10 @@ def test_a_row_that_diverges_or_fails_says_so_and_ends_no_other(quiet, tmp_path,
     plan = write_plan(tmp_path, diverging, LOCAL.replace("local]", "poor]"), DENSE)
     real = run_rows.run_one
 
-    def failing(bench, settings, dataset, row, path):
+    def failing(bench, settings, dataset, row, *rest):
         if row == "poor" and settings.seed == broken:
             raise UserError("no room for it")
-        return real(bench, settings, dataset, row, path)
+        return real(bench, settings, dataset, row, *rest)
 
     monkeypatch.setattr(run_rows, "run_one", failing)
     broken = 1

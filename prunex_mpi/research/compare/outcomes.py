@@ -75,8 +75,8 @@ class Measured:
     `local_s` forward, backward and step. Of `weights`, the elements of matrices and kernels in the
     delivered model, `zeros` are 0 and `line_zeros` of these fill whole rows or columns. A forward
     pass of the exported network takes `forward_s`, of a dense one `dense_forward_s`; their ratio
-    has the relative `forward_spread`. `operations` is what it calls to send between nodes.
-    Exchanges run behind a part `hidden` of the computing.
+    has the relative `forward_spread`; of a trial all three are 0. `operations` is what it calls to
+    send between nodes. Exchanges run behind a part `hidden` of the computing.
     """
 
     accuracy: float | None

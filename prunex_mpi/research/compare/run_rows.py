@@ -115,7 +115,8 @@ def train(
     if outcome is None:
         told = {key_of(key): told_of(value) for key, value in point.items()}
         try:
-            outcome = replace(run_one(bench, settings, dataset, row.name, path), point=told)
+            outcome = run_one(bench, settings, dataset, row.name, path, keep)
+            outcome = replace(outcome, point=told)
         except UserError as error:
             log.warning("%s: %s", name, error)
             nothing = Outcome(row.name, settings.seed, settings.lr, None, f"failed: {error}")
@@ -133,11 +134,12 @@ def told_of(value: object) -> float | str:
 
 
 def run_one(
-    bench: Bench, settings: Settings, dataset: Dataset, row: str, path: Path | None
+    bench: Bench, settings: Settings, dataset: Dataset, row: str, path: Path | None, timed: bool
 ) -> Outcome:
     """Train a row as the settings say and return what came of it, with rank 0's times.
 
-    With `path` the run keeps its directory there. Collective on `world`.
+    With `path` the run keeps its directory there; with `timed` the passes of the exported network
+    are timed, which can take longer than a short trial trains. Collective on `world`.
     """
     topology = bench.topology
     world = topology.world
@@ -172,7 +174,7 @@ def run_one(
         bench.heartbeat.enter("finish")
         exits.enter_context(delivered(context))
         total_s = time.perf_counter() - started
-        forward_s, dense_forward_s, forward_spread = forward_seconds(mine, dataset, context)
+        times = forward_seconds(mine, dataset, context) if timed else (0.0, 0.0, 0.0)
         sums, (sync_s, own_s, local_s) = add_up(records), split_seconds(records)
         seconds, counted = sums["seconds"], sums["bytes"]
         stream = problem.train
@@ -200,9 +202,9 @@ def run_one(
             weights=elements,
             zeros=zeros,
             line_zeros=line_zeros,
-            forward_s=forward_s,
-            dense_forward_s=dense_forward_s,
-            forward_spread=forward_spread,
+            forward_s=times[0],
+            dense_forward_s=times[1],
+            forward_spread=times[2],
             speakers=world.size if every_rank_sends(settings) else mine.num_nodes,
             ranks=world.size,
             operations=operations(settings),
