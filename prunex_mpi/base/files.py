@@ -33,6 +33,8 @@ CHECKPOINT = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
 SUMMARY, STATE = "summary.json", "state.safetensors"
 # Holds why, in a run that diverged.
 DIVERGED = "diverged.json"
+# There as long as another job stands by to go on with the run once the one that holds it has left.
+NEXT = "next"
 
 
 @dataclass(frozen=True)

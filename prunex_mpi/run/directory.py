@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from prunex_mpi.base.files import (
     DIVERGED,
     LINES,
     LOOK_S,
+    NEXT,
     SUMMARY,
     FileRecord,
     no_links,
@@ -44,6 +46,8 @@ COMPLETE = ("completed", "converged")
 LENGTH = "outer-iterations"
 FOLDER = "tensorboard"
 FLUSH_S = 30
+# How often to look whether a run is free, and what a job that stands by says then.
+FREE_S, READY = 0.05, "ready"
 
 
 def check_run_dir(path: Path, resume: bool) -> None:
@@ -78,6 +82,38 @@ def _can_lock(file: Path) -> bool:
         except OSError as error:
             return error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
     return True
+
+
+def is_held(run: Path) -> bool:
+    """Return whether a job holds a run, as far as its file system can tell."""
+    try:
+        with open(run / "lock", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def stand_by(run: Path, going: Callable[[], None]) -> None:
+    """Wait until a run is free where it has the file NEXT, by which the launcher says that it will
+    be; call `going` meanwhile. Raises UserError.
+    """
+    file = run / NEXT
+    try:
+        if not file.exists():
+            return
+        if not _can_lock(run / "lock"):
+            raise UserError(f"there are no locks on the disk of {run}: no job can stand by for it")
+        log.info("standing by until the job before has left %s", run)
+        write_durably(file, READY)
+        while is_held(run):
+            going()
+            time.sleep(FREE_S)
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unusable(run, error) from None
 
 
 class RunDirectory:

@@ -70,6 +70,12 @@ def run(
         heartbeat.enter("data")
         known = read_contents(heartbeat)
         start.look_at_model(world, settings, known, heartbeat)
+        again = kept is not None and kept.began
+        if settings.resume and not again:
+            wait = partial(directory.stand_by, Path(settings.run_dir))
+            run_collectively_while(
+                world, lambda going: None if world.rank else wait(going), heartbeat.go_on
+            )
         dataset = load_dataset(topology, settings, heartbeat, place.device, known)
         wanted, restores = checkpoint.find_newest(world, settings)
         around = topology, wanted, dataset, place.device, transport, heartbeat
@@ -79,7 +85,6 @@ def run(
         heartbeat.beat(3)
 
         config = to_toml(context.settings, versions, wanted)
-        again = kept is not None and kept.began
         held = open_run(world, context.settings, config, again)
         with closing(dataset), held as (path, files):
             run_collectively(world, lambda: watchdog.share(path / "heartbeats", world.size))

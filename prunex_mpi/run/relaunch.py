@@ -1,12 +1,11 @@
 """Start a job again on the hosts that answer, until its run is complete.
 
 The job itself ends when a host is lost: MPI or its launcher notices, or a rank's watchdog does.
-What is left for here: wait for it, look which hosts answer, start it on those with --resume, and
-have it leave with a checkpoint when others answer again. What a run has reached is read from its
-files.
+What is left for here: wait for it, look which hosts answer, and start it on those with --resume.
+When others answer again the next job is started on all beside the one that runs, which leaves with
+a checkpoint once that stands by. What a run has reached is read from its files.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -17,16 +16,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserError, quote
-from prunex_mpi.base.files import CHECKPOINT, DIVERGED, METRICS, NODES, SUMMARY, no_links
+from prunex_mpi.base.files import (
+    CHECKPOINT,
+    DIVERGED,
+    METRICS,
+    NEXT,
+    NODES,
+    SUMMARY,
+    no_links,
+    touch,
+)
 from prunex_mpi.base.signals import handling
 from prunex_mpi.config.parser import Parser, check_range, program_parser
-from prunex_mpi.run.directory import COMPLETE, read_summary
+from prunex_mpi.run.directory import COMPLETE, READY, is_held, read_summary
 
 NAME = "prunex_mpi.elastic"
 RESUME = "--resume"
@@ -40,6 +48,8 @@ LOOK_S, PROBE_EVERY_S, PROBE_LIMIT_S = 0.1, 5.0, 15.0
 END_S = 15.0
 # Between SIGTERM and SIGKILL.
 KILL_S = 5.0
+# For a job to stand by: then the one before leaves without it, as where it has failed.
+STAND_BY_S = 300.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EPILOG = """In COMMAND, which ends with the flags of the training, {hosts} stands for the hosts that
 answer as mpirun's --host and mpiexec's -hosts take them (a:4,b:4), {names} for their names alone
@@ -64,6 +74,33 @@ class Asked:
     """How often this process was asked to end."""
 
     times: int = 0
+
+
+@dataclass(frozen=True)
+class Following:
+    """A job that stands by to go on with the run on `hosts`."""
+
+    job: subprocess.Popen
+    hosts: Sequence[str]
+    since: float
+
+    def is_awaited(self, run: Path) -> bool:
+        """Return whether it may still come to stand by, and does not yet."""
+        over = has_ended(self.job) or time.monotonic() - self.since > STAND_BY_S
+        return not over and not stands_by(run)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job has ended: its code, whether it `regrows`, that is has left for hosts that are
+    back, whether it has trained, what stands by, and the size of the run's records.
+    """
+
+    code: int
+    regrows: bool
+    trained: bool
+    following: Following | None
+    size: int
 
 
 @dataclass
@@ -179,28 +216,36 @@ def asked_to_end() -> Iterator[Asked]:
 
 def keep_going(options: Options) -> int:
     """Start the job as often as it takes; return the exit code of the last one."""
-    run, failures, words = options.run, 0, list(options.command)
+    run, failures = options.run, 0
     change: Change | None = None
-    with asked_to_end() as asked:
+    following: Following | None = None
+    with asked_to_end() as asked, ExitStack() as exits:
+        exits.callback(lambda: end_following(run, following))
         while True:
             if change is not None:
-                wait_until_free(run, asked)
-                words = [*options.command, *([RESUME] if RESUME not in options.command else [])]
-            hosts = wait_for_hosts(options, asked)
-            if asked.times:
-                return PREEMPTED
-            say(f"starting on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
+                wait_until_free(run, asked, following)
+            if following is not None and not has_ended(following.job):
+                job, hosts, following = following.job, following.hosts, None
+                say(f"going on on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
+            else:
+                end_following(run, following)
+                hosts = wait_for_hosts(options, asked)
+                if asked.times:
+                    return PREEMPTED
+                said_ended(run).unlink(missing_ok=True)
+                say(f"starting on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
+                job, size = start(options, hosts, change is not None), size_of(run / METRICS)
             before = newest_checkpoint(run)
-            job = start(words, {name: options.hosts[name] for name in hosts}, run)
-            code, regrows, went_on = attend(job, options, hosts, asked, change)
-            if went_on:
+            end = attend(job, options, hosts, asked, change, size)
+            code, following, size = end.code, end.following, end.size
+            if end.trained:
                 change = None
             if code == 0 and is_complete(run):
                 return 0
-            reason = why_no_more(code, run, asked, regrows)
+            reason = why_no_more(code, run, asked, end.regrows)
             if newest_checkpoint(run) > before:
                 failures = 0
-            elif not regrows:
+            elif not end.regrows:
                 failures += 1
             if not reason and failures >= options.tries:
                 reason = f"{failures} starts in a row brought no new checkpoint"
@@ -233,24 +278,53 @@ def why_no_more(code: int, run: Path, asked: Asked, regrows: bool) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def start(words: Sequence[str], hosts: Mapping[str, int], run: Path) -> subprocess.Popen:
-    """Start the job in a process group of its own."""
+def start(options: Options, hosts: Sequence[str], resumes: bool) -> subprocess.Popen:
+    """Start the job on `hosts` in a process group of its own; one that `resumes` is told so."""
+    ranks = [options.hosts[name] for name in hosts]
     values = {
-        "{hosts}": ",".join(f"{name}:{ranks}" for name, ranks in hosts.items()),
+        "{hosts}": ",".join(f"{name}:{n}" for name, n in zip(hosts, ranks, strict=True)),
         "{names}": ",".join(hosts),
         "{nodes}": str(len(hosts)),
-        "{ranks}": str(sum(hosts.values())),
+        "{ranks}": str(sum(ranks)),
     }
-    filled = []
-    for word in words:
-        for name, value in values.items():
-            word = word.replace(name, value)
-        filled.append(word)
-    said_ended(run).unlink(missing_ok=True)
+    words = list(options.command)
+    if resumes and RESUME not in words:
+        words.append(RESUME)
+    for name, value in values.items():
+        words = [word.replace(name, value) for word in words]
     try:
-        return subprocess.Popen(filled, stdin=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
-        raise UserError(f"{quote(filled[0])} can't be started: {error.strerror}") from None
+        raise UserError(f"{quote(words[0])} can't be started: {error.strerror}") from None
+
+
+def start_following(options: Options, hosts: Sequence[str]) -> Following:
+    """Start a job on `hosts` beside the one that holds the run, to stand by."""
+    (options.run / NEXT).unlink(missing_ok=True)
+    touch(options.run / NEXT)
+    return Following(start(options, hosts, resumes=True), hosts, time.monotonic())
+
+
+def end_following(run: Path, following: Following | None) -> None:
+    """End a job that stands by, if there is one."""
+    if following is not None:
+        end_group(following.job)
+        following.job.wait()
+        (run / NEXT).unlink(missing_ok=True)
+
+
+def stands_by(run: Path) -> bool:
+    """Return whether a job says that it does."""
+    with suppress(OSError):
+        return (run / NEXT).read_text() == READY
+    return False
+
+
+def has_ended(job: subprocess.Popen) -> bool:
+    """Return whether a job has ended; its number is not free for others before it is waited for."""
+    if job.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def said_ended(run: Path) -> Path:
@@ -264,24 +338,33 @@ def attend(
     hosts: Sequence[str],
     asked: Asked,
     change: Change | None,
-) -> tuple[int, bool, bool]:
-    """Wait for the end of a job on `hosts`; return its code, whether it left for hosts that are
-    back, and whether it has trained, of which the `change` before it is noted.
+    size: int,
+) -> End:
+    """Wait for the end of a job on `hosts` and return it.
+
+    Once the job has trained, by records of the run beyond `size`, the `change` before it is noted.
     """
-    run, told, regrows, went_on, began = options.run, 0, False, False, time.time()
+    run, told, regrows, trained, began = options.run, 0, False, False, time.time()
+    following: Following | None = None
     missing = [name for name in options.hosts if name not in hosts]
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
-    ended_at, probed_at, size = 0.0, time.monotonic(), size_of(run / METRICS)
+    ended_at, probed_at = 0.0, time.monotonic()
     lost_at, told_bytes = 0.0, size_of(run / NODES)
-    while os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    while True:
         time.sleep(LOOK_S)
-        now, before, size = time.monotonic(), size, size_of(run / METRICS)
+        over = has_ended(job)
+        now, before, found = time.monotonic(), size, size_of(run / METRICS)
+        # Else it may be of the job that stood by.
+        if following is None or (run / NEXT).exists():
+            size = found
         if size > before:
-            if change is not None and not went_on:
+            if change is not None and not trained:
                 note(options, hosts, change)
                 told_bytes = size_of(run / NODES)
-            went_on = True
+            trained = True
+        if over:
+            break
         if not lost_at and size_of(run / NODES) > told_bytes:
             # The job has lost a node and goes on without it.
             lost_at = now
@@ -290,10 +373,17 @@ def attend(
         if asked.times > told:
             # Open MPI's mpirun would end its ranks at a SIGTERM.
             job.send_signal(signal.SIGUSR1) if not told else end_group(job)
+            end_following(run, following)
             told = asked.times
-        elif back and size > before and not regrows:
+        elif back and following is None:
+            say(f"{', '.join(back)} can be had again: starting the next job beside this one")
+            all_there = [name for name in options.hosts if name in hosts or name in back]
+            following = start_following(options, all_there)
+        elif following and not regrows and size > before and not following.is_awaited(run):
             # An outer iteration is over: little is lost now.
-            say(f"{', '.join(back)} can be had again: the job leaves with a checkpoint")
+            say("the job leaves with a checkpoint")
+            if not stands_by(run):
+                end_following(run, following)
             job.send_signal(signal.SIGUSR1)
             regrows = True
         elif missing and not back and not probes and now - probed_at > PROBE_EVERY_S:
@@ -301,7 +391,8 @@ def attend(
         elif probes and probes_are_over(probes, probed_at):
             back, probes, probed_at = close_probes(probes), {}, now
         ended = said_ended(run).exists() or is_complete(run, began)
-        ended_at = ended_at or (now if ended else 0.0)
+        # What a job before has said is gone once this one holds the run.
+        ended_at = (ended_at or now) if ended else 0.0
         if ended_at and now - ended_at > END_S:
             say("the ranks have ended the job; its launcher is ended too")
             end_group(job)
@@ -313,7 +404,8 @@ def attend(
     if is_complete(run, began):
         # What ranks and launcher do after that is nothing to the run: MPI may fail to end.
         code = 0
-    return (code if code >= 0 else 128 - code), regrows and code == PREEMPTED, went_on
+    code = code if code >= 0 else 128 - code
+    return End(code, regrows and code == PREEMPTED, trained, following, size)
 
 
 def end_group(job: subprocess.Popen) -> None:
@@ -322,37 +414,30 @@ def end_group(job: subprocess.Popen) -> None:
         os.killpg(job.pid, signal.SIGTERM)
         end = time.monotonic() + KILL_S
         while time.monotonic() < end:
-            if os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            if has_ended(job):
                 return
             time.sleep(LOOK_S)
         os.killpg(job.pid, signal.SIGKILL)
 
 
-def wait_until_free(run: Path, asked: Asked) -> None:
-    """Wait until no rank of the job before holds the run: some may outlive their launcher.
-
-    They end by themselves, as the watchdog of a rank whose record is gone does.
+def wait_until_free(run: Path, asked: Asked, following: Following | None) -> None:
+    """Have ranks of the last job that outlive their launcher end, as the watchdog of a rank whose
+    record is gone does; wait until none holds the run, unless a job stands by that waits itself.
     """
-    told = False
+    stands = following is not None and not has_ended(following.job)
+    if stands and not (run / NEXT).exists():
+        # It has the run already, and records of its own.
+        return
     for record in (run / "heartbeats").glob("rank-*"):
         record.unlink(missing_ok=True)
-    while held(run / "lock") and not asked.times:
+    if stands:
+        said_ended(run).unlink(missing_ok=True)
+    told = False
+    while not stands and is_held(run) and not asked.times:
         if not told:
             say(f"{run} is still held by a rank of the last job: waiting until it has ended")
         told = True
         time.sleep(LOOK_S)
-
-
-def held(lock: Path) -> bool:
-    """Return whether a job holds the lock of a run."""
-    try:
-        with open(lock, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 # --------------------------------------------------------------------------------------------------

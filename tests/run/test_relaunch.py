@@ -20,10 +20,12 @@ from prunex_mpi.run.relaunch import parse, read_hosts
 HOSTS = ("a", "b", "c")
 # What a job does, by words: `it 3` makes outer iteration 3 and its checkpoint, `bare 3` without the
 # checkpoint, `down b` takes host b away, `exit 1` ends, `usr1` waits for the signal and leaves with
-# a checkpoint, `end 0` completes the run, `hang 0` does and stays.
+# a checkpoint, `end 0` completes the run, `hang 0` does and stays, `next 0` stands by until the run
+# is free, which a job holds that has `hold 0`, and `ready 0` waits for that.
 JOB = """
-import json, os, signal, sys, time
+import fcntl, json, os, signal, sys, time
 from pathlib import Path
+from prunex_mpi.run import directory
 told = []
 signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
 run, up = Path("run"), Path("up")
@@ -43,6 +45,14 @@ def leave(status, code, **more):
 for what, value in (word.split(" ") for word in plan[0].split(", ")):
     if what in ("it", "bare"):
         iterate(int(value), what == "it")
+    elif what == "hold":
+        lock = open(run / "lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    elif what == "ready":
+        while not (run / "next").exists() or (run / "next").read_text() != "ready":
+            time.sleep(0.01)
+    elif what == "next":
+        directory.stand_by(run, lambda: None)
     elif what == "down":
         (up / value).unlink()
     elif what == "lost":
@@ -119,14 +129,40 @@ def test_a_job_goes_on_where_hosts_answer(capfd):
 
 
 def test_hosts_that_answer_again_are_taken_in_after_a_checkpoint():
-    lines = "down c, it 1, exit 1", "sleep 0.3, up c, usr1 2", "it 50, sleep 0.2, end 0"
-    assert go(*lines) == 0
+    again = "next 0, hold 0, it 50, sleep 0.2, end 0"
+    assert go("down c, it 1, exit 1", "hold 0, sleep 0.3, up c, usr1 2", again) == 0
     assert [words[1] for words in starts()] == ["a,b,c", "a,b", "a,b,c"]
     assert [(n["left"], n["joined"], n["code"]) for n in notes()] == [
         (["c"], [], 1),
         ([], ["c"], 75),
     ]
     assert notes()[1]["lost_iterations"] == 0
+    assert not Path("run/next").exists()
+
+
+@pytest.mark.parametrize(
+    ("plan", "count"),
+    [
+        # What stands by has failed, or does not come to it: the job leaves, and one starts anew.
+        (["hold 0, up c, usr1 2", "exit 1", "hold 0, it 50, sleep 0.2, end 0"], 4),
+        (["hold 0, up c, usr1 2", "sleep 60", "hold 0, it 50, sleep 0.2, end 0"], 4),
+        # The job ends by itself first, with the run or without.
+        (["hold 0, up c, it 2, exit 1", "next 0, hold 0, it 50, sleep 0.2, end 0"], 3),
+        (["hold 0, up c, it 2, ready 0, end 0", "next 0, hold 0, sleep 60"], 3),
+    ],
+)
+def test_a_job_that_stands_by_costs_the_run_nothing(plan, count, monkeypatch):
+    monkeypatch.setattr(relaunch, "STAND_BY_S", 4.0)
+    assert go("down c, it 1, exit 1", *plan) == 0
+    assert len(starts()) == count
+    assert not Path("run/next").exists()
+
+
+def test_a_job_that_stands_by_goes_on_when_the_one_before_is_told_to_leave_too():
+    """Nobody goes on then."""
+    lines = "down c, it 1, exit 1", "hold 0, up c, it 2, ready 0, told SIGTERM", "next 0, sleep 60"
+    assert go(*lines) == 75
+    assert len(starts()) == 3 and not Path("run/next").exists()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +184,8 @@ def test_codes_and_what_follows(plan, code, count, why, capfd):
 
 
 def test_a_node_that_was_lost_in_place_comes_back_later():
-    assert go("it 1, lost 1, usr1 2", "it 50, sleep 0.2, end 0", flags="--regrow-after 0.2") == 0
+    lines = "hold 0, it 1, lost 1, usr1 2", "next 0, hold 0, it 50, sleep 0.2, end 0"
+    assert go(*lines, flags="--regrow-after 0.2") == 0
     assert [words[1] for words in starts()] == ["a,b,c", "a,b,c"]
     lost, again = notes()
     assert lost["lost_ranks"] == [1] and (again["code"], again["ranks"]) == (75, 6)
