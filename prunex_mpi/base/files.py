@@ -33,8 +33,9 @@ CHECKPOINT = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
 SUMMARY, STATE = "summary.json", "state.safetensors"
 # Holds why, in a run that diverged.
 DIVERGED = "diverged.json"
-# There as long as another job stands by to go on with the run once the one that holds it has left.
-NEXT = "next"
+# Of a job that is to go on with a run: there as long as it waits, with the word to go in the end by
+# the launcher; there once it stands by.
+NEXT, GO, READY = "next", "go", "next-ready"
 
 
 @dataclass(frozen=True)

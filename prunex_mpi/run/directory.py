@@ -19,9 +19,11 @@ from filelock import FileLock, Timeout
 from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError
 from prunex_mpi.base.files import (
     DIVERGED,
+    GO,
     LINES,
     LOOK_S,
     NEXT,
+    READY,
     SUMMARY,
     FileRecord,
     no_links,
@@ -46,8 +48,8 @@ COMPLETE = ("completed", "converged")
 LENGTH = "outer-iterations"
 FOLDER = "tensorboard"
 FLUSH_S = 30
-# How often to look whether a run is free, and what a job that stands by says then.
-FREE_S, READY = 0.05, "ready"
+# How often to look whether a run is free.
+FREE_S = 0.05
 
 
 def check_run_dir(path: Path, resume: bool) -> None:
@@ -97,8 +99,10 @@ def is_held(run: Path) -> bool:
 
 
 def stand_by(run: Path, going: Callable[[], None]) -> None:
-    """Wait until a run is free where it has the file NEXT, by which the launcher says that it will
-    be; call `going` meanwhile. Raises UserError.
+    """Wait where a run has the file NEXT, until the launcher writes there that the job before has
+    left the run, and it is free; call `going` meanwhile. Raises UserError.
+
+    Free alone it is too when the first rank of that job is lost, until another one takes its place.
     """
     file = run / NEXT
     try:
@@ -107,10 +111,11 @@ def stand_by(run: Path, going: Callable[[], None]) -> None:
         if not _can_lock(run / "lock"):
             raise UserError(f"there are no locks on the disk of {run}: no job can stand by for it")
         log.info("standing by until the job before has left %s", run)
-        write_durably(file, READY)
-        while is_held(run):
+        touch(run / READY)
+        while read_text(file) != GO or is_held(run):
             going()
             time.sleep(FREE_S)
+        (run / READY).unlink(missing_ok=True)
         file.unlink(missing_ok=True)
     except OSError as error:
         raise _unusable(run, error) from None

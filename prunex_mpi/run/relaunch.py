@@ -8,10 +8,7 @@ a checkpoint once that stands by. What a run has reached is read from its files.
 
 import json
 import os
-import re
-import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,25 +22,33 @@ from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserEr
 from prunex_mpi.base.files import (
     CHECKPOINT,
     DIVERGED,
+    GO,
     METRICS,
     NEXT,
     NODES,
+    READY,
     SUMMARY,
     no_links,
     touch,
+    write_durably,
 )
 from prunex_mpi.base.signals import handling
 from prunex_mpi.config.parser import Parser, check_range, program_parser
-from prunex_mpi.run.directory import COMPLETE, READY, is_held, read_summary
+from prunex_mpi.run.directory import COMPLETE, is_held, read_summary
+from prunex_mpi.run.hosts import (
+    close_probes,
+    is_here,
+    probes_are_over,
+    read_hosts,
+    slurm_hosts,
+    start_probes,
+)
 
 NAME = "prunex_mpi.elastic"
 RESUME = "--resume"
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 {host} true"
-HOST = re.compile(r"([\w.-]+)(?::(\d{1,6}))?")
-# How Slurm writes tasks per node: 4(x2),3.
-TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-# How often to look at the job, and at hosts that do not answer; for one to answer.
-LOOK_S, PROBE_EVERY_S, PROBE_LIMIT_S = 0.1, 5.0, 15.0
+# How often to look at the job, and at hosts that do not answer.
+LOOK_S, PROBE_EVERY_S = 0.1, 5.0
 # From when the ranks have said that they end the job until its launcher has to be gone.
 END_S = 15.0
 # Between SIGTERM and SIGKILL.
@@ -87,7 +92,7 @@ class Following:
     def is_awaited(self, run: Path) -> bool:
         """Return whether it may still come to stand by, and does not yet."""
         over = has_ended(self.job) or time.monotonic() - self.since > STAND_BY_S
-        return not over and not stands_by(run)
+        return not over and not (run / READY).exists()
 
 
 @dataclass(frozen=True)
@@ -159,31 +164,6 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(hosts, given.min_hosts, given.probe, *numbers, tuple(command), run)
 
 
-def read_hosts(text: str) -> dict[str, int]:
-    """Return the ranks of each host of a list such as a:4,b:4."""
-    found = {}
-    for word in text.split(","):
-        match = HOST.fullmatch(word.strip())
-        if match is None or not int(match[2] or 1):
-            raise UserError(f"--hosts: {quote(word)} is no host such as node1 or node1:4")
-        found[match[1]] = int(match[2] or 1)
-    return found
-
-
-def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
-    """Return the ranks of each host of the Slurm job that this is part of."""
-    nodes, tasks = (environment.get(f"SLURM_{x}", "") for x in ("JOB_NODELIST", "TASKS_PER_NODE"))
-    if not nodes or not tasks:
-        raise UserError("which hosts? give --hosts A:RANKS,B:RANKS, or start it in a Slurm job")
-    command = ["scontrol", "show", "hostnames", nodes]
-    try:
-        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"`{shlex.join(command)}` failed ({error}); give --hosts") from None
-    counts = [int(n) for n, times in TASKS.findall(tasks) for _ in range(int(times or 1))]
-    return dict(zip(names, counts, strict=True))
-
-
 def run_dir_of(command: Sequence[str]) -> Path:
     """Return the folder of the run that a command trains: the last one that is named."""
     found = ""
@@ -226,6 +206,7 @@ def keep_going(options: Options) -> int:
                 wait_until_free(run, asked, following)
             if following is not None and not has_ended(following.job):
                 job, hosts, following = following.job, following.hosts, None
+                let_go(run)
                 say(f"going on on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
             else:
                 end_following(run, following)
@@ -300,24 +281,26 @@ def start(options: Options, hosts: Sequence[str], resumes: bool) -> subprocess.P
 
 def start_following(options: Options, hosts: Sequence[str]) -> Following:
     """Start a job on `hosts` beside the one that holds the run, to stand by."""
-    (options.run / NEXT).unlink(missing_ok=True)
+    for name in (NEXT, READY):
+        (options.run / name).unlink(missing_ok=True)
     touch(options.run / NEXT)
     return Following(start(options, hosts, resumes=True), hosts, time.monotonic())
 
 
 def end_following(run: Path, following: Following | None) -> None:
     """End a job that stands by, if there is one."""
-    if following is not None:
+    # The number of one that was waited for may be another's.
+    if following is not None and following.job.returncode is None:
         end_group(following.job)
         following.job.wait()
-        (run / NEXT).unlink(missing_ok=True)
+        for name in (NEXT, READY):
+            (run / name).unlink(missing_ok=True)
 
 
-def stands_by(run: Path) -> bool:
-    """Return whether a job says that it does."""
-    with suppress(OSError):
-        return (run / NEXT).read_text() == READY
-    return False
+def let_go(run: Path) -> None:
+    """Let the job that stands by go on with the run, unless it has begun to."""
+    if (run / NEXT).exists():
+        write_durably(run / NEXT, GO)
 
 
 def has_ended(job: subprocess.Popen) -> bool:
@@ -346,6 +329,7 @@ def attend(
     """
     run, told, regrows, trained, began = options.run, 0, False, False, time.time()
     following: Following | None = None
+    left = False
     missing = [name for name in options.hosts if name not in hosts]
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
@@ -355,9 +339,9 @@ def attend(
         time.sleep(LOOK_S)
         over = has_ended(job)
         now, before, found = time.monotonic(), size, size_of(run / METRICS)
-        # Else it may be of the job that stood by.
-        if following is None or (run / NEXT).exists():
-            size = found
+        taken = following is not None and not (run / NEXT).exists()
+        # What the files tell from then on is of the job that stood by.
+        size = before if taken else found
         if size > before:
             if change is not None and not trained:
                 note(options, hosts, change)
@@ -374,24 +358,27 @@ def attend(
             # Open MPI's mpirun would end its ranks at a SIGTERM.
             job.send_signal(signal.SIGUSR1) if not told else end_group(job)
             end_following(run, following)
-            told = asked.times
-        elif back and following is None:
+            following, told = None, asked.times
+        elif back and following is None and not (regrows or told):
             say(f"{', '.join(back)} can be had again: starting the next job beside this one")
             all_there = [name for name in options.hosts if name in hosts or name in back]
             following = start_following(options, all_there)
         elif following and not regrows and size > before and not following.is_awaited(run):
             # An outer iteration is over: little is lost now.
             say("the job leaves with a checkpoint")
-            if not stands_by(run):
+            if not (run / READY).exists():
                 end_following(run, following)
+                following = None
             job.send_signal(signal.SIGUSR1)
             regrows = True
+        elif regrows and not left and has_left(run, began):
+            let_go(run)
+            left = True
         elif missing and not back and not probes and now - probed_at > PROBE_EVERY_S:
             probes, probed_at = start_probes(options.probe, missing), now
         elif probes and probes_are_over(probes, probed_at):
             back, probes, probed_at = close_probes(probes), {}, now
-        ended = said_ended(run).exists() or is_complete(run, began)
-        # What a job before has said is gone once this one holds the run.
+        ended = taken or said_ended(run).exists() or is_complete(run, began)
         ended_at = (ended_at or now) if ended else 0.0
         if ended_at and now - ended_at > END_S:
             say("the ranks have ended the job; its launcher is ended too")
@@ -401,7 +388,7 @@ def attend(
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(job.pid, signal.SIGKILL)
     code = job.wait()
-    if is_complete(run, began):
+    if not taken and is_complete(run, began):
         # What ranks and launcher do after that is nothing to the run: MPI may fail to end.
         code = 0
     code = code if code >= 0 else 128 - code
@@ -465,43 +452,6 @@ def wait_for_hosts(options: Options, asked: Asked) -> list[str]:
     return []
 
 
-def is_here(name: str) -> bool:
-    """Return whether a host is this one."""
-    return name in ("localhost", socket.gethostname(), socket.gethostname().split(".")[0])
-
-
-def start_probes(probe: str, names: Sequence[str] | Mapping[str, int]) -> dict[str, Any]:
-    """Ask hosts for an answer, all at once."""
-    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    found = {}
-    for name in names:
-        if is_here(name):
-            continue
-        words = [word.replace("{host}", name) for word in shlex.split(probe)]
-        try:
-            found[name] = subprocess.Popen(words, start_new_session=True, **quiet)
-        except OSError as error:
-            raise UserError(f"--probe: {quote(words[0])}: {error.strerror}") from None
-    return found
-
-
-def probes_are_over(probes: Mapping[str, subprocess.Popen], began: float) -> bool:
-    """Return whether all hosts have answered, or have had the time to."""
-    late = time.monotonic() - began > PROBE_LIMIT_S
-    return late or all(probe.poll() is not None for probe in probes.values())
-
-
-def close_probes(probes: Mapping[str, subprocess.Popen]) -> list[str]:
-    """Return who has answered; end the probes of the others."""
-    found = [name for name, probe in probes.items() if probe.poll() == 0]
-    for probe in probes.values():
-        if probe.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(probe.pid, signal.SIGKILL)
-            probe.wait()
-    return found
-
-
 # --------------------------------------------------------------------------------------------------
 # What the run's files tell
 # --------------------------------------------------------------------------------------------------
@@ -534,9 +484,13 @@ def summary(run: Path) -> dict[str, Any]:
 
 def is_complete(run: Path, since: float = 0.0) -> bool:
     """Return whether a job has come to the end of the run, and said so `since` that time."""
+    return has_left(run, since) and summary(run).get("status") in COMPLETE
+
+
+def has_left(run: Path, since: float) -> bool:
+    """Return whether a job has said `since` that time how it ends, which is the last it does."""
     with suppress(OSError):
-        if (run / SUMMARY).stat().st_mtime >= since:
-            return summary(run).get("status") in COMPLETE
+        return (run / SUMMARY).stat().st_mtime >= since
     return False
 
 

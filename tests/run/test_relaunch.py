@@ -15,7 +15,8 @@ import pytest
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.run import relaunch
-from prunex_mpi.run.relaunch import parse, read_hosts
+from prunex_mpi.run.hosts import read_hosts, slurm_hosts
+from prunex_mpi.run.relaunch import parse
 
 HOSTS = ("a", "b", "c")
 # What a job does, by words: `it 3` makes outer iteration 3 and its checkpoint, `bare 3` without the
@@ -49,7 +50,7 @@ for what, value in (word.split(" ") for word in plan[0].split(", ")):
         lock = open(run / "lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     elif what == "ready":
-        while not (run / "next").exists() or (run / "next").read_text() != "ready":
+        while not (run / "next-ready").exists():
             time.sleep(0.01)
     elif what == "next":
         directory.stand_by(run, lambda: None)
@@ -137,7 +138,7 @@ def test_hosts_that_answer_again_are_taken_in_after_a_checkpoint():
         ([], ["c"], 75),
     ]
     assert notes()[1]["lost_iterations"] == 0
-    assert not Path("run/next").exists()
+    assert not list(Path("run").glob("next*"))
 
 
 @pytest.mark.parametrize(
@@ -155,14 +156,14 @@ def test_a_job_that_stands_by_costs_the_run_nothing(plan, count, monkeypatch):
     monkeypatch.setattr(relaunch, "STAND_BY_S", 4.0)
     assert go("down c, it 1, exit 1", *plan) == 0
     assert len(starts()) == count
-    assert not Path("run/next").exists()
+    assert not list(Path("run").glob("next*"))
 
 
 def test_a_job_that_stands_by_goes_on_when_the_one_before_is_told_to_leave_too():
     """Nobody goes on then."""
     lines = "down c, it 1, exit 1", "hold 0, up c, it 2, ready 0, told SIGTERM", "next 0, sleep 60"
     assert go(*lines) == 75
-    assert len(starts()) == 3 and not Path("run/next").exists()
+    assert len(starts()) == 3 and not list(Path("run").glob("next*"))
 
 
 @pytest.mark.parametrize(
@@ -273,5 +274,5 @@ def test_slurm_tells_hosts(monkeypatch, tmp_path):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     found = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),3"}
-    assert relaunch.slurm_hosts(found) == {"n1": 4, "n2": 4, "n3": 3}
+    assert slurm_hosts(found) == {"n1": 4, "n2": 4, "n3": 3}
     assert shutil.which("scontrol") == str(program)
