@@ -207,15 +207,16 @@ def keep_going(options: Options) -> int:
             if following is not None and not has_ended(following.job):
                 job, hosts, following = following.job, following.hosts, None
                 let_go(run)
-                say(f"going on on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
+                what = "taking over"
             else:
                 end_following(run, following)
                 hosts = wait_for_hosts(options, asked)
                 if asked.times:
                     return PREEMPTED
                 said_ended(run).unlink(missing_ok=True)
-                say(f"starting on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
                 job, size = start(options, hosts, change is not None), size_of(run / METRICS)
+                what = "starting"
+            say(f"{what} on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
             before = newest_checkpoint(run)
             end = attend(job, options, hosts, asked, change, size)
             code, following, size = end.code, end.following, end.size

@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -296,7 +297,8 @@ def judge(outcome: Outcome, code: int, folder: Path, iterations: int) -> None:
     changes = run / "nodes.jsonl"
     lines = changes.read_text().splitlines() if changes.exists() else []
     outcome.joins = sum(bool(json.loads(line).get("joined")) for line in lines)
-    outcome.starts = (folder / "log").read_text().count("prunex_mpi.elastic: starting on")
+    starts = re.findall("elastic: (starting|taking over) on", (folder / "log").read_text())
+    outcome.starts = len(starts)
 
 
 def main() -> int:
