@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,11 @@ class Following:
 
 @dataclass(frozen=True)
 class End:
-    """How a job has ended: its code, whether it `regrows`, that is has left for hosts that are
-    back, whether it has trained, what stands by, and the size of the run's records.
+    """How a job has ended, and when: its code, whether it `regrows`, that is has left for hosts
+    that are back, whether it has trained, what stands by, and the size of the run's records.
     """
 
+    at: float
     code: int
     regrows: bool
     trained: bool
@@ -117,7 +118,7 @@ class Change:
     iteration: int
     lost_iterations: int
     lost_seconds: float
-    at: float = field(default_factory=time.time)
+    at: float
 
 
 def build_parser() -> Parser:
@@ -236,7 +237,7 @@ def keep_going(options: Options) -> int:
                 return code or FAILURE
             lost, seconds = what_is_lost(run)
             if change is None:
-                change = Change(hosts, code, newest_checkpoint(run)[0], lost, seconds)
+                change = Change(hosts, code, newest_checkpoint(run)[0], lost, seconds, end.at)
             say(f"the job ended with code {code}; {lost} outer iterations are done again")
 
 
@@ -330,7 +331,7 @@ def attend(
     """
     run, told, regrows, trained, began = options.run, 0, False, False, time.time()
     following: Following | None = None
-    left = False
+    left_at = 0.0
     missing = [name for name in options.hosts if name not in hosts]
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
@@ -372,9 +373,9 @@ def attend(
                 following = None
             job.send_signal(signal.SIGUSR1)
             regrows = True
-        elif regrows and not left and has_left(run, began):
+        elif regrows and not left_at and has_left(run, began):
             let_go(run)
-            left = True
+            left_at = time.time()
         elif missing and not back and not probes and now - probed_at > PROBE_EVERY_S:
             probes, probed_at = start_probes(options.probe, missing), now
         elif probes and probes_are_over(probes, probed_at):
@@ -393,7 +394,8 @@ def attend(
         # What ranks and launcher do after that is nothing to the run: MPI may fail to end.
         code = 0
     code = code if code >= 0 else 128 - code
-    return End(code, regrows and code == PREEMPTED, trained, following, size)
+    at = left_at or time.time()
+    return End(at, code, regrows and code == PREEMPTED, trained, following, size)
 
 
 def end_group(job: subprocess.Popen) -> None:
