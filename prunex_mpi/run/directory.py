@@ -48,8 +48,8 @@ COMPLETE = ("completed", "converged")
 LENGTH = "outer-iterations"
 FOLDER = "tensorboard"
 FLUSH_S = 30
-# How often to look whether a run is free.
-FREE_S = 0.05
+# How often to look whether a run is free; how long that lasts without a word of the launcher.
+FREE_S, SILENCE_S = 0.05, 30.0
 
 
 def check_run_dir(path: Path, resume: bool) -> None:
@@ -103,8 +103,9 @@ def stand_by(run: Path, going: Callable[[], None]) -> None:
     left the run, and it is free; call `going` meanwhile. Raises UserError.
 
     Free alone it is too when the first rank of that job is lost, until another one takes its place.
+    A launcher that was killed says nothing any more, and leaves the file.
     """
-    file = run / NEXT
+    file, held_at = run / NEXT, time.monotonic()
     try:
         if not file.exists():
             return
@@ -112,7 +113,11 @@ def stand_by(run: Path, going: Callable[[], None]) -> None:
             raise UserError(f"there are no locks on the disk of {run}: no job can stand by for it")
         log.info("standing by until the job before has left %s", run)
         touch(run / READY)
-        while read_text(file) != GO or is_held(run):
+        while (held := is_held(run)) or read_text(file) != GO:
+            now = time.monotonic()
+            held_at = now if held else held_at
+            if now - held_at > SILENCE_S:
+                break
             going()
             time.sleep(FREE_S)
         (run / READY).unlink(missing_ok=True)

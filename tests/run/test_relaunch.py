@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.run import relaunch
+from prunex_mpi.run import directory, relaunch
 from prunex_mpi.run.hosts import read_hosts, slurm_hosts
 from prunex_mpi.run.relaunch import parse
 
@@ -159,8 +159,17 @@ def test_a_job_that_stands_by_costs_the_run_nothing(plan, count, monkeypatch):
     assert not list(Path("run").glob("next*"))
 
 
-def test_a_job_that_stands_by_goes_on_when_the_one_before_is_told_to_leave_too():
-    """Nobody goes on then."""
+def test_a_file_that_a_killed_launcher_has_left_holds_no_job_up_for_ever(monkeypatch, tmp_path):
+    monkeypatch.setattr(directory, "SILENCE_S", 0.3)
+    (tmp_path / "lock").touch()
+    (tmp_path / "next").touch()
+    began = time.monotonic()
+    directory.stand_by(tmp_path, lambda: None)
+    assert time.monotonic() - began > 0.3
+    assert not list(tmp_path.glob("next*"))
+
+
+def test_nobody_goes_on_where_the_job_before_is_told_to_leave():
     lines = "down c, it 1, exit 1", "hold 0, up c, it 2, ready 0, told SIGTERM", "next 0, sleep 60"
     assert go(*lines) == 75
     assert len(starts()) == 3 and not list(Path("run").glob("next*"))
