@@ -141,8 +141,13 @@ def expand(vector, kept):
     result, start = {}, 0
     for name, where in kept.items():
         count = int(where.sum())
-        full = torch.zeros(where.shape, dtype=vector.dtype)
-        full[where] = vector[start : start + count]
-        result[name] = full
+        result[name] = expanded(vector[start : start + count], where)
         start += count
     return result
+
+
+def expanded(vector, kept):
+    """Put the entries of `vector` where `kept` says, zeros elsewhere."""
+    full = torch.zeros(kept.shape, dtype=vector.dtype)
+    full[kept] = vector
+    return full

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 from reference import parameters, project_coupled, simulate
-from reference_payload import coded_sum
+from reference_payload import coded_sum, expanded
 
 BLOCK = 128
 
@@ -180,13 +180,6 @@ class Simulation:
                 )
             )
         return self.history
-
-
-def expanded(vector, kept):
-    """Put the entries of `vector` where `kept` says, zeros elsewhere."""
-    full = torch.zeros(kept.shape, dtype=vector.dtype)
-    full[kept] = vector
-    return full
 
 
 def simulate_in_parts(model, streams, node_sizes, loss_fn, s):
