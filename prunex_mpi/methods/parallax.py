@@ -36,27 +36,34 @@ OPERATIONS = (
 )
 
 
-def find_embeddings(layout: Layout) -> tuple[Segment, ...]:
+def find_embeddings(settings: Settings, layout: Layout) -> tuple[Segment, ...]:
     """Return the embeddings of a model; raise UserError where it has none, or a tied one."""
     if not layout.embeddings:
         raise UserError(
-            "method parallax: the model has no nn.Embedding whose weights no other layer shares; "
-            "give one that has, such as gpt_nano-untied, or method dense"
+            f"method {settings.method.name}: the model has no nn.Embedding whose weights no other "
+            "layer shares; give one that has, such as gpt_nano-untied, or method dense"
         )
     return layout.embeddings
 
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Return what a step hands to the next, nothing, if there are embeddings."""
-    find_embeddings(layout)
+    find_embeddings(settings, layout)
     return {}
+
+
+def all_but_rows(layout: Layout) -> list[slice]:
+    """Return the stretches of a flat vector that are no embedding's."""
+    ends = [0, *(end for s in layout.embeddings for end in (s.offset, s.offset + s.numel))]
+    stretches = zip(ends[::2], [*ends[1::2], layout.numel], strict=True)
+    return [slice(start, stop) for start, stop in stretches if start < stop]
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Return memory for counts and, of each embedding, for a bucket of rows and their numbers."""
     theta, layout, workers = context.state.theta, context.state.layout, wire.comm.size
     tables = []
-    for table in find_embeddings(layout):
+    for table in find_embeddings(context.settings, layout):
         rows, width = table.shape
         room = max(1, wire.transport.bucket_bytes // (width * theta.element_size() * workers))
         room = min(room, -(-rows // workers))
@@ -64,11 +71,9 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
         numbers = torch.empty(2, workers * room, dtype=torch.int32, device=theta.device)
         tables.append({"table": table, "room": room, "values": values, "numbers": numbers})
     counts = torch.empty(len(tables), workers, dtype=torch.int32)
-    ends = [0, *(end for s in layout.embeddings for end in (s.offset, s.offset + s.numel))]
-    stretches = zip(ends[::2], [*ends[1::2], layout.numel], strict=True)
     return {
         "tables": tables,
-        "dense": [slice(start, stop) for start, stop in stretches if start < stop],
+        "dense": all_but_rows(layout),
         "counts": counts,
         "all_counts": counts.new_empty(workers, *counts.shape),
     }
@@ -163,7 +168,7 @@ def take_(own: dict[str, Any], rows: Tensor, chosen: Tensor) -> tuple[Tensor, Te
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, and what they are."""
-    tables = find_embeddings(layout)
+    tables = find_embeddings(settings, layout)
     rows = sum(table.numel for table in tables) * size
     numbers = POSITION_BYTES * sum(table.shape[0] + workers + 1 for table in tables)
     how = f"at most, {rows:,} B of them rows of embeddings, and {numbers:,} B of their numbers"

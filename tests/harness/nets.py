@@ -61,6 +61,10 @@ class CoupledNet(nn.Module):
         return self.fc(F.silu(self.bn5(self.conv5(x))).mean(dim=(2, 3)))
 
 
+# The methods whose model must have embeddings.
+OF_EMBEDDINGS = ("parallax", "embrace")
+
+
 class Reader(nn.Module):
     """Embeddings of what a row of pixels reads as and of all its places, and a classifier."""
 
@@ -98,4 +102,4 @@ class RandomStream:
 def new_net(dtype=torch.float64, method=""):
     """Return a network that `method` takes."""
     torch.manual_seed(7)
-    return (Reader() if method == "parallax" else Net()).to(dtype)
+    return (Reader() if method in OF_EMBEDDINGS else Net()).to(dtype)

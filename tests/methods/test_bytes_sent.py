@@ -28,7 +28,7 @@ METHODS = {
 OTHERS = [m for m in declared.METHODS if m.per_step and not m.plain_mean and m.name != "pactrain"]
 METHODS |= {m.name: {} for m in OTHERS if m.name not in METHODS}
 # Those of which the most that a step sends is foretold; adacgd's first step is dense.
-AT_MOST = ("dgc", "adacgd", "parallax")
+AT_MOST = ("dgc", "adacgd", "parallax", "embrace")
 
 
 @pytest.mark.parametrize("method", METHODS)

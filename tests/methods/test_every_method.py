@@ -3,7 +3,7 @@
 import pytest
 import torch
 from driving import COMMON, run_driver
-from nets import RandomStream, new_net
+from nets import OF_EMBEDDINGS, RandomStream, new_net
 from nodes import WORLD, nodes_of
 from small_runs import small_run
 from torch import nn
@@ -49,7 +49,7 @@ def test_what_workers_keep_of_gradients_is_not_for_float16(method):
 @pytest.mark.parametrize("method", [m.name for m in METHODS])
 def test_parameters_without_elements_do_no_harm(method):
     changes = {"prunetrain_reconfigure_every": 1} if method == "prunetrain" else {}
-    kind = "reads_with" if method == "parallax" else "with"
+    kind = "reads_with" if method in OF_EMBEDDINGS else "with"
     changes |= {"model": f"odd_models:{kind}_empty_parameters", "outer_iterations": 2}
     with nodes_of(1) as topology, small_run(topology, "dense", method=method, **changes) as context:
         before = context.state.theta.clone()

@@ -26,6 +26,7 @@ OWN = {
     "prunex-flat": COUPLED,
     "one-shot": COUPLED,
     "parallax": {"model": "tiny_text:untied"},
+    "embrace": {"model": "tiny_text:untied"},
 }
 
 

@@ -19,7 +19,7 @@ from driving import (
     run_driver,
     simulated,
 )
-from nets import CoupledNet, RandomStream, new_net
+from nets import OF_EMBEDDINGS, CoupledNet, RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_rivals import CONSTANTS, simulate_per_step
 from torch import nn
@@ -204,7 +204,7 @@ def leaving(here, distance, workers):
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "parallax"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in OF_EMBEDDINGS])
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 3), ("flat", 4)])
 def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypatch):
     changes = {**changes_of(method), "outer_iterations": 1}

@@ -394,6 +394,7 @@ def lion(contributions, memory, s):
 PER_STEP = {
     "dense": dense,
     "parallax": dense,
+    "embrace": dense,
     "terngrad": terngrad,
     "lion": lion,
     "adacgd": adacgd,

@@ -215,10 +215,11 @@ def test_a_rank_of_factors_that_no_matrix_takes(tmp_path, more):
 
 @pytest.mark.parametrize("model", ["odd_models:small", "gpt_nano"])
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_models_without_an_embedding_of_its_own(tmp_path, model, more):
+@pytest.mark.parametrize("method", ["parallax", "embrace"])
+def test_models_without_an_embedding_of_its_own(tmp_path, model, more, method):
     (tmp_path / "text").write_text("Some text." * 1000)
     data = ["--dataset", "text", "--data-dir", tmp_path / "text"] if "gpt" in model else SYNTHETIC
-    flags = ["--model", model, "--method", "parallax", "--run-dir", tmp_path / "run", *more]
+    flags = ["--model", model, "--method", method, "--run-dir", tmp_path / "run", *more]
     ended = run(*flags, *data)
     assert_refused(ended, USAGE, "no nn.Embedding whose weights no other layer shares", "-untied")
     assert not (tmp_path / "run/summary.json").exists()

@@ -1,4 +1,4 @@
-"""Parallax over MPI: the sum of dense SGD with the bytes of the rows that are touched."""
+"""Parallax and EmbRace over MPI: the sum of dense SGD, by the bytes of rows that are touched."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from mpi4py import MPI
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.config.resolve import make
-from prunex_mpi.methods import parallax
+from prunex_mpi.methods import embrace, parallax
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -74,52 +74,88 @@ PATTERNS = {
 }
 
 
-def row_bytes(touched, union, rank, size):
-    """Return what a leader hands over: values, then numbers of rows; `touched` and `union` bool.
+def by_rows(touched, union, rank, size):
+    """Return what a leader of Parallax hands over, bytes of values, then of numbers.
 
+    `touched` [from, rows] and `union` [rows], whose sums go to all, are bool, `size` is of a row.
     Rows for other owners, then the sums of its own.
     """
-    workers, numbers = len(touched), np.arange(len(union))
-    own = numbers % workers == rank
+    own = np.arange(len(union)) % len(touched) == rank
     count = int((touched[rank] & ~own).sum() + (union & own).sum())
     return np.array([count * size, count * 4])
 
 
+def by_columns(touched, union, rank, size):
+    """Return what a worker of EmbRace hands over: others' columns, then the sums of its own."""
+    own = WIDTH * (rank + 1) // len(touched) - WIDTH * rank // len(touched)
+    mine = touched[rank].sum()
+    return np.array([(mine * (WIDTH - own) + union.sum() * own) * size // WIDTH, mine * 4])
+
+
+def all_by_rows(touched, union):
+    """Return how many values and numbers Parallax sends: each row to its owner, each sum to all."""
+    workers = len(touched)
+    owned = sum(touched[r, r::workers].sum() for r in range(workers))
+    rows = touched.sum() - owned + (workers - 1) * union.sum()
+    return rows * WIDTH, rows
+
+
+def all_by_columns(touched, union):
+    """Return how many values and numbers EmbRace sends: each column likewise, numbers to all."""
+    workers = len(touched)
+    ends = WIDTH * np.arange(workers + 1) // workers
+    left = (touched.sum(axis=1) * (WIDTH - np.diff(ends))).sum()
+    sums = (workers - 1) * union.sum() * WIDTH
+    return left + sums, (workers - 1) * touched.sum()
+
+
+# What one worker hands over, what all send, and how many counts a worker tells the others.
+SENT = {
+    "parallax": (by_rows, all_by_rows, lambda workers: (workers, 1)),
+    "embrace": (by_columns, all_by_columns, lambda workers: (1, 0)),
+}
+
+
 @pytest.mark.parametrize("workers", range(1, WORLD.size + 1))
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_sums_are_dense_and_bytes_those_of_the_rows(pattern, workers):
+@pytest.mark.parametrize("code", [parallax, embrace])
+def test_sums_are_dense_and_bytes_those_of_the_rows(code, pattern, workers):
     comm = WORLD.Split(0 if WORLD.rank < workers else MPI.UNDEFINED, key=WORLD.rank)
     if comm == MPI.COMM_NULL:
         return
+    method = code.__name__.rpartition(".")[2]
+    by_hand, in_all, told = SENT[method]
     model = nn.Sequential(nn.Embedding(ROWS, WIDTH)).double()
-    context = make_context(make(method="parallax", **COMMON), model, RandomStream(0, torch.float64))
+    context = make_context(make(method=method, **COMMON), model, RandomStream(0, torch.float64))
     wire = Wire(Counting(comm), 1 / workers, workers, SMALL_BUCKETS, Traffic(), Clock())
-    space, grad = parallax.allocate(wire, context), context.state.grad
+    space, grad = code.allocate(wire, context), context.state.grad
     given = PATTERNS[pattern](workers)
     total = given.sum(dim=0)
     for _ in range(2):
         grad.copy_(given[comm.rank].flatten())
-        parallax.exchange_(wire, space, context)
+        code.exchange_(wire, space, context)
         found = grad.cpu().view(ROWS, WIDTH)
         torch.testing.assert_close(found, total, rtol=1e-13, atol=1e-13, equal_nan=True)
         assert len({*comm.allgather(found.numpy().tobytes())}) == 1
     touched, union = (given != 0).any(dim=2).numpy(), (total != 0).any(dim=1).numpy()
+    if code == embrace:
+        # Sums of zero go to all as well.
+        union = touched.any(axis=0)
     dense = np.array([8 * ROWS * WIDTH, 0])
     # Nobody to save bytes for, or rows that are no fewer.
     whole = workers == 1 or pattern == "all"
-    mine = dense if whole else row_bytes(touched, union, comm.rank, 8 * WIDTH)
-    # How many rows for each owner, how many sums.
-    mine[1] += 4 * workers + 4 * (not whole)
+    mine = dense if whole else by_hand(touched, union, comm.rank, 8 * WIDTH)
+    # How many rows, and of Parallax how many sums.
+    before, after = told(workers)
+    mine[1] += 4 * before + 4 * after * (not whole)
     assert [wire.traffic.payload, wire.traffic.mask] == (2 * mine).tolist()
     sent = np.array([wire.traffic.sent, wire.comm.sent])
     comm.Allreduce(MPI.IN_PLACE, sent)
     if not whole:
         assert wire.comm.positions == wire.traffic.mask
-        # Each row goes to its owner once, and each sum to all others.
-        owned = sum(touched[r, r::workers].sum() for r in range(workers))
-        rows = touched.sum() - owned + (workers - 1) * union.sum()
-        counts = workers * (workers - 1) * 4 * (workers + 1)
-        assert sent[1] == 2 * (rows * (8 * WIDTH + 4) + counts)
+        values, numbers = in_all(touched, union)
+        counts = workers * (workers - 1) * (before + after)
+        assert sent[1] == 2 * (8 * values + 4 * numbers + 4 * counts)
         # An Allreduce sends 2 (M - 1)/M of the embedding, each of M workers.
         assert sent[1] < 4 * (workers - 1) * 8 * ROWS * WIDTH
         # Each count of a message is rounded down.
@@ -152,7 +188,7 @@ def test_a_node_sends_the_rows_that_its_ranks_look_up(ranks_per_node):
     wanted = np.array([dense, STEPS * 2 * 4 * nodes])
     if nodes > 1:
         wanted += [-4 * STEPS * rows * width, STEPS * 4]
-        wanted += sum(row_bytes(step, step.any(axis=0), node, 4 * width) for step in touched)
+        wanted += sum(by_rows(step, step.any(axis=0), node, 4 * width) for step in touched)
     found = record["bytes"]
     assert found["dense"] == dense and found["evaluate"] == 0
     assert [found["payload"], found["mask"]] == wanted.tolist()
