@@ -223,10 +223,11 @@ class State:
     payload has shrunk to what travels, or the method has none. `plan_agreed`: the leaders have
     compared the plan in force. With `shrinks` off everything travels, whatever the mask. `memory`
     is what the method remembers, by names that say whose a tensor is (OWN, EACH, SHARED). `sound`
-    has room for the statistics that a step in float16 began with. A rank that is `alone` has
-    nothing to average statistics with. With `removes`, what the mask lacks has been taken out of
-    the network: `groups` and mask are those of the `whole` one, all else is of what is left, which
-    has the `sizes` where it is smaller.
+    has room for the statistics that a step in float16 began with; `losses` are the sum and the
+    count of this outer iteration's losses. A rank that is `alone` has nothing to average statistics
+    with. With `removes`, what the mask lacks has been taken out of the network: `groups` and mask
+    are those of the `whole` one, all else is of what is left, which has the `sizes` where it is
+    smaller.
     """
 
     layout: Layout
@@ -263,6 +264,7 @@ class State:
     waiting: Tensor | None = None
     parts: tuple[Plan, tuple["Part", ...]] | None = None
     sound: Tensor | None = None
+    losses: Tensor | None = None
     alone: bool = False
 
     # Names for memory that serves another purpose for a while, and only so long.

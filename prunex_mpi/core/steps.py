@@ -192,7 +192,8 @@ def loss_sums(context: RunContext) -> Tensor:
     """Return the sum of this outer iteration's losses so far and their count, on theta's device."""
     position = context.state.position
     sums = torch.tensor([position.loss_sum, position.loss_count], dtype=torch.float64)
-    return sums.to(context.state.theta.device)
+    context.state.losses = sums.to(context.state.theta.device)
+    return context.state.losses
 
 
 def add_loss_(sums: Tensor, loss: Tensor, context: RunContext) -> None:

@@ -26,7 +26,7 @@ from prunex_mpi.base.single_process import say_error
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.run import job
-from prunex_mpi.run.kept import Kept, Loss, born
+from prunex_mpi.run.kept import Kept, Loss, born, set_aside
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
@@ -70,6 +70,7 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             # As one that has failed: the others have gone on without it.
             os.kill(os.getpid(), signal.SIGKILL)
         kept.loss, kept.lost_at = loss, at
+        set_aside(kept)
         # Virtual nodes may not be larger than what is left.
         most = min(kept.settings.ranks_per_node, stay.size)
         kept.settings = replace(kept.settings, ranks_per_node=most)

@@ -446,7 +446,7 @@ class Settings:
         "seconds until the job checkpoints and exits, 0 for the end of the Slurm job", 0.0, low=0
     )
     on_node_loss: str = _setting(
-        "stop, or continue with the other nodes from the last outer iteration, where the MPI can "
+        "stop, or continue with the other nodes, where the MPI can "
         "(Open MPI: mpirun --with-ft ulfm)",
         "stop",
         choices=("stop", "continue"),
