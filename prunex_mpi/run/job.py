@@ -1,5 +1,6 @@
 """One training job from its communicators to its last file, in the order in which things happen."""
 
+import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import PREEMPTED
-from prunex_mpi.base.files import SUMMARY, telling_disk_errors
+from prunex_mpi.base.files import NEXT, SUMMARY, telling_disk_errors
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline
@@ -72,10 +73,8 @@ def run(
         start.look_at_model(world, settings, known, heartbeat)
         again = kept is not None and kept.began
         if settings.resume and not again:
-            wait = partial(directory.stand_by, Path(settings.run_dir))
-            run_collectively_while(
-                world, lambda going: None if world.rank else wait(going), heartbeat.go_on
-            )
+            wait = partial(stand_by, world, Path(settings.run_dir))
+            run_collectively_while(world, wait, heartbeat.go_on)
         dataset = load_dataset(topology, settings, heartbeat, place.device, known)
         wanted, restores = checkpoint.find_newest(world, settings)
         around = topology, wanted, dataset, place.device, transport, heartbeat
@@ -136,6 +135,15 @@ def run(
             # Nobody leaves while another may still need the job.
             run_collectively_while(world, wait, heartbeat.go_on)
             return PREEMPTED if status == "preempted" else 0
+
+
+def stand_by(world: MPI.Comm, path: Path, going: Callable[[], None]) -> None:
+    """Be ready to go on with a run that another job holds yet, if it is to be so on this rank."""
+    if (path / NEXT).exists():
+        # The first step of torch's optimizers imports it, which takes seconds.
+        importlib.import_module("torch._dynamo")
+    if world.rank == 0:
+        directory.stand_by(path, going)
 
 
 @contextmanager

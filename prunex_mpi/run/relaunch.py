@@ -53,8 +53,9 @@ LOOK_S, PROBE_EVERY_S = 0.1, 5.0
 END_S = 15.0
 # Between SIGTERM and SIGKILL.
 KILL_S = 5.0
-# For a job to stand by: then the one before leaves without it, as where it has failed.
-STAND_BY_S = 300.0
+# For a job to stand by: then the one before leaves without it, as where it has failed. And how long
+# before it is to go on it is started where its hosts are there.
+STAND_BY_S, AHEAD_S = 300.0, 30.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EPILOG = """In COMMAND, which ends with the flags of the training, {hosts} stands for the hosts that
 answer as mpirun's --host and mpiexec's -hosts take them (a:4,b:4), {names} for their names alone
@@ -89,10 +90,11 @@ class Following:
     hosts: Sequence[str]
     since: float
 
-    def is_awaited(self, run: Path) -> bool:
-        """Return whether it may still come to stand by, and does not yet."""
-        over = has_ended(self.job) or time.monotonic() - self.since > STAND_BY_S
-        return not over and not (run / READY).exists()
+    def may_go_on(self, run: Path, due: float) -> bool:
+        """Return whether, at the time `due` or later, it stands by, or is not waited for."""
+        now = time.monotonic()
+        over = has_ended(self.job) or now - self.since > STAND_BY_S
+        return now >= due and (over or (run / READY).exists())
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def build_parser() -> Parser:
         type=float,
         default=60.0,
         metavar="X",
-        help="seconds from a loss with --on-node-loss continue until it starts on all again [60]",
+        help="seconds from a loss with --on-node-loss continue until all go on again [60]",
     )
     add("--tries", type=int, default=3, metavar="N", help="starts without a new checkpoint [3]")
     return parser
@@ -336,7 +338,7 @@ def attend(
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
     ended_at, probed_at = 0.0, time.monotonic()
-    lost_at, told_bytes = 0.0, size_of(run / NODES)
+    lost_at, due, told_bytes = 0.0, 0.0, size_of(run / NODES)
     while True:
         time.sleep(LOOK_S)
         over = has_ended(job)
@@ -354,8 +356,8 @@ def attend(
         if not lost_at and size_of(run / NODES) > told_bytes:
             # The job has lost a node and goes on without it.
             lost_at = now
-        if lost_at and now - lost_at > options.regrow_after:
-            back = back or ["a lost node"]
+        if lost_at and not back and now - lost_at > options.regrow_after - AHEAD_S:
+            back, due = ["a lost node"], lost_at + options.regrow_after
         if asked.times > told:
             # Open MPI's mpirun would end its ranks at a SIGTERM.
             job.send_signal(signal.SIGUSR1) if not told else end_group(job)
@@ -365,7 +367,7 @@ def attend(
             say(f"{', '.join(back)} can be had again: starting the next job beside this one")
             all_there = [name for name in options.hosts if name in hosts or name in back]
             following = start_following(options, all_there)
-        elif following and not regrows and size > before and not following.is_awaited(run):
+        elif following and not regrows and size > before and following.may_go_on(run, due):
             # An outer iteration is over: little is lost now.
             say("the job leaves with a checkpoint")
             if not (run / READY).exists():

@@ -4,12 +4,13 @@
 
 trains a small network on four hosts of so many ranks, each way in a run of its own: `calm` without
 faults; `in-place` with ranks that are killed or stopped, where the others go on in the same
-processes; `relaunch` with hosts that are killed with MPI's daemon, or cut off, where
-`prunex_mpi.elastic` starts the job again on the rest; `requeue` with the faults of either, where
-the job waits for the host and goes on from its checkpoint. A host is away for a minute. A step
-takes a tenth of a second of sleep, so that the hosts, which share processors, do not slow each
-other down. Printed is a table: useful steps over what hosts that were there could have done, by the
-rate of the calm run.
+processes, and the next job, for all, is started before the host counts as back; `relaunch` with
+hosts that are killed with MPI's daemon, or cut off, where `prunex_mpi.elastic` starts the job again
+on the rest; `requeue` with the faults of either, where the job waits for the host and goes on from
+its checkpoint. A host is away for a minute, or until a job takes over on all. A step takes a tenth
+of a second of sleep, so that the hosts, which share processors, do not slow each other down.
+Printed is a table: useful steps over what hosts that were there could have done, by the rate of the
+calm run.
 
 Needs what tests/harness/cluster.py needs. Ends with code 1 where a run hung, claimed success
 without it, or did not come to its end.
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness"))
 import cluster as machines
 from cluster import Cluster, Host, on_host
 
-NODES, STEPS = 4, 20
+NODES, STEPS = 4, 40
 STEP_S = 0.1
 # What an outer iteration takes at the least.
 ITERATION_S = STEPS * STEP_S
@@ -45,6 +46,8 @@ FAULTS = {"in-place": ("kill", "kill", "stop"), "relaunch": ("host", "link")}
 QUEUED = {"requeue-ranks": "in-place", "requeue-hosts": "relaunch"}
 WAYS = ("calm", *FAULTS, *QUEUED)
 PER_HOUR = {"in-place": 125.0, "relaunch": 12.0}
+# What the launcher says when a job takes over on all hosts.
+TAKEN = f"elastic: taking over on {NODES} of {NODES}"
 DETECTOR = {"": "1", "_thread": "1", "_period": "1", "_timeout": "4"}
 TRAIN = (
     "--model drill:slow --dataset drill:digits --data-dir . --batch-size 16 --progress off "
@@ -247,10 +250,13 @@ def drill(
     words = command(made, way, ranks, iterations, options.away)
     with started(words, made.first, folder) as job:
         began, due, grown = 0.0, 0.0, time.monotonic()
-        last, before = time.monotonic(), 0
+        last, before, takeovers = time.monotonic(), 0, 0
         while job.poll() is None:
             time.sleep(0.05)
             now, count = time.monotonic(), iterations_of(run)
+            if (found := len(re.findall(TAKEN, (folder / "log").read_text()))) > takeovers:
+                takeovers = found
+                away.until = dict.fromkeys(away.until, 0.0)
             if count != before:
                 before, grown = count, now
                 if not began:

@@ -201,6 +201,15 @@ def test_a_node_that_was_lost_in_place_comes_back_later():
     assert lost["lost_ranks"] == [1] and (again["code"], again["ranks"]) == (75, 6)
 
 
+def test_the_next_job_starts_before_it_is_to_go_on():
+    lines = "hold 0, it 1, lost 1, ready 0, usr1 2", "next 0, hold 0, it 500, sleep 0.2, end 0"
+    began = time.monotonic()
+    assert go(*lines, flags="--regrow-after 5") == 0
+    assert time.monotonic() - began > 5
+    # The first job still trains once the next one stands by.
+    assert Path("run/metrics.jsonl").read_text().count("\n") > 10
+
+
 def test_it_waits_for_enough_hosts(capfd):
     def answer_again() -> None:
         while Path("up/b").exists():
