@@ -16,7 +16,7 @@ import torch
 from beats import PAUSE_S, Noted
 from jobs import NoisyNet, run_directory
 from launch import repeatable
-from nets import Reader
+from nets import OF_EMBEDDINGS, Reader
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from safetensors import safe_open
 
@@ -300,7 +300,7 @@ def new_run(
     settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
     torch.manual_seed(0)
     np.random.seed(topology.world.rank)
-    model = (Reader(10, 8) if scenario == "parallax" else NoisyNet()).to(dtype)
+    model = (Reader(10, 8) if scenario in OF_EMBEDDINGS else NoisyNet()).to(dtype)
     for name in fixed:
         model.get_parameter(name).requires_grad_(False)
     layout = build_layout(model)
