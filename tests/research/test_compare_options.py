@@ -139,6 +139,7 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
         ("plan_nodes.toml", 5),
         ("plan_nodes_local.toml", 11),
         ("plan_four_nodes.toml", 4),
+        ("plan_kernels.toml", 5),
         ("plan_small.toml", 3),
         ("plan_rates.toml", 6),
         ("plan_resnet18.toml", 11),
