@@ -22,7 +22,13 @@ from torch import Tensor
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.sparse import POSITION_BYTES, add_sparse_
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.methods.parallax import all_but_rows, find_embeddings, find_touched, memory
+from prunex_mpi.methods.parallax import (
+    all_but_rows,
+    find_embeddings,
+    find_touched,
+    memory,
+    most,
+)
 from prunex_mpi.models.layout import Layout, Segment
 from prunex_mpi.settings.fields import Settings
 
@@ -51,7 +57,6 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
                 "table": table,
                 "room": room,
                 "columns": [slice(start, stop) for start, stop in pairwise(ends)],
-                "rows": theta.new_empty(room, width),
                 "leaving": theta.new_empty(room * width),
                 "arriving": theta.new_empty(room * max(width, workers * -(-width // workers))),
                 "numbers": torch.empty(workers * room, dtype=torch.int32, device=theta.device),
@@ -114,13 +119,12 @@ def add_up_(
         mine, numbers = own["mine"][: pieces[rank]], own["numbers"][: sum(pieces)]
         mine.copy_(touched[start : start + room])
         wire.gather_parts_(mine, pieces, numbers, "mask")
-        taken = torch.index_select(rows, 0, mine, out=own["rows"][: pieces[rank]])
         leaving = [0 if worker == rank else len(mine) * n for worker, n in enumerate(widths)]
         arriving = [0 if worker == rank else n * widths[rank] for worker, n in enumerate(pieces)]
         sent, came = own["leaving"][: sum(leaving)], own["arriving"][: sum(arriving)]
         for place, part in zip(columns, sent.split(leaving), strict=True):
             if len(part):
-                part.view(len(mine), -1).copy_(taken[:, place])
+                torch.index_select(rows[:, place], 0, mine, out=part.view(len(mine), -1))
         wire.deal_parts_(sent, leaving, came, arriving)
         for part, places in zip(came.split(arriving), numbers.split(pieces), strict=True):
             if len(part):
@@ -139,9 +143,8 @@ def spread_(wire: Wire, own: dict[str, Any], rows: Tensor) -> None:
     for chosen in own["seen"].nonzero().squeeze(1).split(own["room"]):
         shapes = [(len(chosen), place.stop - place.start) for place in columns]
         lengths = [n * width for n, width in shapes]
-        taken = torch.index_select(rows, 0, chosen, out=own["rows"][: len(chosen)])
         mine, came = own["leaving"][: lengths[rank]], own["arriving"][: sum(lengths)]
-        mine.view(shapes[rank]).copy_(taken[:, columns[rank]])
+        torch.index_select(rows[:, columns[rank]], 0, chosen, out=mine.view(shapes[rank]))
         wire.gather_parts_(mine, lengths, came)
         for place, part, shape in zip(columns, came.split(lengths), shapes, strict=True):
             rows[:, place].index_copy_(0, chosen, part.view(shape))
@@ -149,8 +152,4 @@ def spread_(wire: Wire, own: dict[str, Any], rows: Tensor) -> None:
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
     """Return the bytes that a worker hands over in a step, or the most, and what they are."""
-    tables = find_embeddings(settings, layout)
-    rows = sum(table.numel for table in tables) * size
-    numbers = POSITION_BYTES * sum(table.shape[0] + 1 for table in tables)
-    how = f"at most, {rows:,} B of them rows of embeddings, and {numbers:,} B of their numbers"
-    return layout.numel * size, f"{how}, {settings.aggregation}"
+    return most(settings, layout, size, counts=1)

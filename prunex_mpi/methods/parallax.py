@@ -167,9 +167,14 @@ def take_(own: dict[str, Any], rows: Tensor, chosen: Tensor) -> tuple[Tensor, Te
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
-    """Return the bytes that a worker hands over in a step, and what they are."""
+    """Return the bytes that a worker hands over in a step, or the most, and what they are."""
+    return most(settings, layout, size, counts=workers + 1)
+
+
+def most(settings: Settings, layout: Layout, size: int, counts: int) -> tuple[int, str]:
+    """Return what `payload` does, where a worker tells so many `counts` of each embedding."""
     tables = find_embeddings(settings, layout)
     rows = sum(table.numel for table in tables) * size
-    numbers = POSITION_BYTES * sum(table.shape[0] + workers + 1 for table in tables)
+    numbers = POSITION_BYTES * sum(table.shape[0] + counts for table in tables)
     how = f"at most, {rows:,} B of them rows of embeddings, and {numbers:,} B of their numbers"
     return layout.numel * size, f"{how}, {settings.aggregation}"
