@@ -32,7 +32,7 @@ from prunex_mpi.core.removal import fit_network
 from prunex_mpi.core.state import OWN, RunContext, remembered
 from prunex_mpi.models.layout import bits_digest
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.snapshot import Numbers, Tensors, common_contents, put_common
+from prunex_mpi.run.snapshot import Numbers, Tensors, buffers_of, common_contents, put_common
 from prunex_mpi.settings.fields import Settings
 
 # Until the end of phase 4 theta, momentum and duals are what the local steps have left.
@@ -185,10 +185,10 @@ def local_work(context: RunContext) -> LocalWork | None:
 
 def tensors_of(context: RunContext) -> dict[str, Tensor]:
     """Return what local steps change, and the duals that go with it."""
-    state, model = context.state, context.problem.model
+    state = context.state
     duals = {} if state.consensus_sgd else {"u": state.u, "v": state.v}
-    buffers = {f"buffer.{name}": buffer for name, buffer in model.named_buffers()}
-    return {"theta": state.theta, **duals, **buffers, **remembered(state.optimizer, state.theta)}
+    moments = remembered(state.optimizer, state.theta)
+    return {"theta": state.theta, **duals, **moments, **buffers_of(context.problem)}
 
 
 def put_work_back(topology: Topology, context: RunContext, kept: Kept) -> int:

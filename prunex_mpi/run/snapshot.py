@@ -48,8 +48,8 @@ from prunex_mpi.data.text import WindowStream
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import trained_parameters
 
-FIXED = "fixed."
-OF_THE_MODEL = ("buffer.", FIXED)
+BUFFER, FIXED = "buffer.", "fixed."
+OF_THE_MODEL = (BUFFER, FIXED)
 
 Tensors = dict[str, Tensor]
 Numbers = dict[str, Any]
@@ -66,7 +66,7 @@ def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensor
     """Return copies on the CPU of all that this rank has to write."""
     stream = problem.train
     tensors = {"theta": state.theta, "order": stream.order}
-    tensors |= {f"buffer.{name}": buffer for name, buffer in problem.model.named_buffers()}
+    tensors |= buffers_of(problem)
     tensors |= {"generator.data": stream.generator.get_state()}
     tensors |= {"generator.torch": torch.get_rng_state()}
     if state.theta.device.type == "cuda":
@@ -102,8 +102,8 @@ def common_contents(state: State, problem: Problem, complete: bool) -> tuple[Ten
 
     Where what was under way between the nodes is not `complete`, z is what it was before.
     """
-    tensors = {f"buffer.{name}": buffer for name, buffer in problem.model.named_buffers()}
-    tensors |= remembered(state.optimizer, state.theta) | state.memory | _fixed(problem)
+    tensors = buffers_of(problem) | remembered(state.optimizer, state.theta)
+    tensors |= state.memory | _fixed(problem)
     tensors |= {"z": state.z, "order": problem.train.order}
     tensors["mask"] = torch.from_numpy(np.packbits(state.mask))
     tensors["rho1"], tensors["rho2"] = map(torch.from_numpy, (state.rho1, state.rho2))
@@ -113,6 +113,11 @@ def common_contents(state: State, problem: Problem, complete: bool) -> tuple[Ten
     elif state.position.under_way:
         numbers["position"]["under_way"] = ""
     return tensors, numbers
+
+
+def buffers_of(problem: Problem) -> Tensors:
+    """Return the model's buffers, no copies, by the names that a checkpoint gives them."""
+    return {f"{BUFFER}{name}": buffer for name, buffer in problem.model.named_buffers()}
 
 
 def _fixed(problem: Problem) -> Tensors:
@@ -250,8 +255,8 @@ def _expected(
     wanted = dict.fromkeys(keys, (tuple(state.theta.shape), state.theta.dtype))
     for name, moment in remembered(state.optimizer, state.theta).items():
         wanted[name] = (tuple(moment.shape), moment.dtype)
-    for name, buffer in problem.model.named_buffers():
-        wanted[f"buffer.{name}"] = (tuple(buffer.shape), buffer.dtype)
+    for key, buffer in buffers_of(problem).items():
+        wanted[key] = (tuple(buffer.shape), buffer.dtype)
     for key in _memory_keys(state, first):
         wanted[key] = (tuple(state.memory[key].shape), state.memory[key].dtype)
     if first:
@@ -284,8 +289,8 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, context: Run
     bcast_(topology.node, state.z_node, transport)
     for name, moment in remembered(state.optimizer, state.theta).items():
         moment.copy_(tensors[name])
-    for name, buffer in problem.model.named_buffers():
-        buffer.copy_(tensors[f"buffer.{name}"])
+    for key, buffer in buffers_of(problem).items():
+        buffer.copy_(tensors[key])
     for key in _memory_keys(state, topology.world.rank == 0):
         state.memory[key].copy_(tensors[key])
     _bcast_shared_memory(topology, state, transport)
@@ -331,8 +336,8 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
         for tensors, numbers in parts(going):
             if world.rank == 0 and not first[0]:
                 first = tensors, numbers
-            for name, buffer in problem.model.named_buffers():
-                buffer.copy_(tensors[f"buffer.{name}"])
+            for key, buffer in buffers_of(problem).items():
+                buffer.copy_(tensors[key])
             batchnorm.read_(state.bn_modules, each, zero)
             stats.add_(each)
             for name, mean in means.items():
@@ -375,8 +380,8 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)
     if world.rank == 0:
-        for name, buffer in problem.model.named_buffers():
-            buffer.copy_(first[0][f"buffer.{name}"])
+        for key, buffer in buffers_of(problem).items():
+            buffer.copy_(first[0][key])
     for buffer in problem.model.buffers():
         broadcast_tensor_(world, buffer.detach(), transport)
     batchnorm.as_plain_(state.bn_modules, stats.div_(old_size), zero)
