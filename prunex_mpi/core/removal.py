@@ -117,16 +117,8 @@ def _rebuild_(
     new.memory = {**state.memory, **new.memory, **memory_of_scores(settings, new)}
     new.memory |= memory_of_best(settings, new) | memory_of_ema(settings, new)
     state.position.best = []
-    for kept in (
-        "position",
-        "scaler",
-        "rho1",
-        "rho2",
-        "frozen",
-        "consensus_sgd",
-        "alone",
-        "losses",
-    ):
+    same = ("position", "scaler", "rho1", "rho2", "frozen", "consensus_sgd", "alone", "losses")
+    for kept in same:
         setattr(new, kept, getattr(state, kept))
     new.mask, new.sizes, new.removes = mask, sizes, True
     new.optimizer.param_groups[0]["lr"] = state.optimizer.param_groups[0]["lr"]

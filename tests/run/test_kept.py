@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from nodes import WORLD, nodes_of
-from test_checkpoint import new_run
+from test_checkpoint import HELPERS, new_run
 
 from mpi4py import MPI
 
 from prunex_mpi.comm import topology as comm
+from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd
 from prunex_mpi.run.kept import Kept, begin, keep, put_back, set_aside
 
@@ -40,23 +41,18 @@ class Lost(Exception):
 
 
 def train_until_lost(topology, case, monkeypatch):
-    """Train to the end of the third outer iteration's local steps; return what is kept, and v."""
+    """Train to the end of the third outer iteration's local steps; return what is kept."""
     scenario, changes = CASES[case]
     run, calls = new_run(topology, scenario, torch.float64, **changes), []
 
-    def fail(*_):
-        calls.append(1)
+    def fail_in_the_third(*given):
+        calls.append(given)
         if len(calls) == 3:
             raise Lost
+        find_reference_(*given)
 
     for module in (hsadmm, local_sgd, flat_consensus):
-        first = module.find_reference_
-
-        def of_three(*given, first=first):
-            fail()
-            first(*given)
-
-        monkeypatch.setattr(module, "find_reference_", of_three)
+        monkeypatch.setattr(module, "find_reference_", fail_in_the_third)
     kept = Kept(run.settings)
     begin(topology, run.context, "", kept)
     with pytest.raises(Lost):
@@ -169,18 +165,12 @@ def test_ranks_that_were_slower_leave_it_at_their_steps(monkeypatch):
         left.Free()
 
 
-def test_exchanges_behind_the_steps_and_other_stages_have_nothing_of_their_own(monkeypatch):
-    with nodes_of(1) as topology:
-        kept = train_until_lost(topology, "prunex", monkeypatch)
-        run = new_run(topology, "behind", torch.float64)
+@pytest.mark.parametrize("scenario", ["behind", "diloco int4 in parts", "dense"])
+def test_exchanges_behind_the_steps_in_parts_and_at_each_leave_nothing_of_its_own(scenario):
+    with nodes_of(1) as topology, HELPERS:
+        run = new_run(topology, scenario)
         run.state.position.step = 2
-        run.context.heartbeat.phase = "local"
-        kept.context = run.context
-        set_aside(kept)
-        assert kept.work is None
-        run = new_run(topology, "dense", torch.float64)
-        run.state.position.step = 2
-        run.context.heartbeat.phase = "local"
-        kept.context = run.context
+        run.context.heartbeat.enter("local")
+        kept = Kept(run.settings, context=run.context, work=SimpleNamespace())
         set_aside(kept)
         assert kept.work is None
