@@ -16,7 +16,7 @@ from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology, library_name
 from prunex_mpi.diagnosis.findings import errors
 from prunex_mpi.diagnosis.launcher import check_launcher
-from prunex_mpi.diagnosis.probe import BEGUN, PASSED
+from prunex_mpi.diagnosis.probe import BEGUN, PASSED, TRIALS
 from prunex_mpi.diagnosis.ranks import device_buffers_on_cpu, device_buffers_refused
 
 PROBE_TIMEOUT_S = 60
@@ -35,6 +35,9 @@ LAUNCHER_PREFIXES = (
     "MPI_LOCAL",
     "OMPI_COMM_WORLD",
     "OMPI_MCA_ess",
+    # Of Open MPI 4, whose mpiexec refuses to start where it finds the first.
+    "OMPI_UNIVERSE_SIZE",
+    "OMPI_MCA_orte",
     "PRTE_LAUNCHED",
 )
 # What users set for hydra to reach other hosts.
@@ -112,19 +115,19 @@ def claimed_cuda_support() -> bool | None:
 
 
 def probe(device: str, operation: str = "") -> str:
-    """Try a collective of `probe.py`, or all, on `device` (cuda | cpu) in a job of its own.
+    """Try an operation of `probe.py`, or all, on `device` (cuda | cpu) in a job of its own.
 
     Returns "" when all is right, else what went wrong. A library that cannot take device memory
     ends with a segmentation fault, hence a separate job, of two ranks on this host: what lies
     between nodes is not tried. One rank exchanges nothing, so without an mpiexec nothing is right.
     """
-    return _try([device, operation] if operation else [device])[1]
+    return _try([device, *([operation] if operation else TRIALS)])[1]
 
 
 def probe_between(device: str, hosts: Sequence[str]) -> tuple[bool, str]:
     """Try all collectives of `probe.py` on `device` between the first and the last of `hosts`.
 
-    Returns whether the job began there, which takes a launcher that reaches them from here (ssh, or
+    Not their speed. Returns whether the job began there, which takes a launcher that reaches them from here (ssh, or
     srun inside an allocation of Slurm), and what went wrong, "" for nothing.
     """
     return _try([device], (hosts[0], hosts[-1]))
@@ -147,6 +150,9 @@ def _try(words: list[str], hosts: Sequence[str] = ()) -> tuple[bool, str]:
     if result.returncode == 0 and PASSED in result.stdout:
         return begun, ""
     output = (result.stdout + result.stderr).replace(BEGUN, "").strip().splitlines()
+    # Launchers frame in dashes or stars what they say, and say something after a rank has.
+    output = [line for line in output if any(map(str.isalnum, line))]
+    output = [line for line in output if "Error:" in line] or output
     problem = f"code {result.returncode}: {output[-1] if output else 'no output'}"
     return begun, f"the probe ended with {problem}"
 

@@ -220,12 +220,23 @@ def test_probe_is_not_started_as_a_rank_of_this_job(monkeypatch):
         seen.update(env)
         raise OSError("not started")
 
-    for name in ("PMI_RANK", "PMIX_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "HOME_OF_PMI"):
+    # mpiexec of Open MPI 4 refuses to start where it sees the size of a universe.
+    of_a_rank = ("PMI_RANK", "PMIX_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK")
+    of_a_rank += ("OMPI_UNIVERSE_SIZE", "OMPI_MCA_orte_hnp_uri")
+    for name in (*of_a_rank, "HOME_OF_PMI"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(devices.subprocess, "run", run)
     assert "OSError" in devices.probe("cpu")
     assert "HOME_OF_PMI" in seen
-    assert not {"PMI_RANK", "PMIX_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK"} & set(seen)
+    assert not set(of_a_rank) & set(seen)
+
+
+def test_what_a_launcher_frames_in_stars_is_told(monkeypatch):
+    said = "****\n\nmpiexec does not support recursive calls\n\n****\n"
+    ended = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr(devices.shutil, "which", lambda _: "mpiexec")
+    monkeypatch.setattr(devices.subprocess, "run", lambda *_, **__: ended)
+    assert devices.probe("cuda").endswith("code 1: mpiexec does not support recursive calls")
 
 
 @pytest.mark.mpi

@@ -5,8 +5,10 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -730,9 +732,29 @@ def test_a_trial_sees_wrong_numbers():
 
         Reduce = Bcast = Alltoallv = Allgather = Allgatherv = Allreduce
 
-    for _, operation in doctor_probe.TRIALS.values():
+    for name, (_, operation) in doctor_probe.TRIALS.items():
+        if name == doctor_probe.SPEED:
+            continue
         with pytest.raises(AssertionError, match="wrong"):
             operation(Deaf(), "cpu")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("slow", "refused"), [("device", True), ("host", False)])
+def test_a_library_that_copies_more_slowly_than_we_do_is_seen(slow, refused, monkeypatch):
+    def allreduce(_comm: MPI.Comm, _flat: torch.Tensor, way: str) -> None:
+        sleep(0.01 if way == slow else 0.001)
+
+    monkeypatch.setattr(doctor_probe, "build_transport", lambda *given: Way(given[-1]))
+    monkeypatch.setattr(doctor_probe, "allreduce_", allreduce)
+    with pytest.raises(AssertionError, match="times as long") if refused else nullcontext():
+        doctor_probe.try_speed(WORLD, "cpu")
+
+
+class Way(str):
+    """One of the transports, that says which."""
+
+    staging = ()
 
 
 @pytest.mark.jobs
