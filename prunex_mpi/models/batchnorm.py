@@ -37,11 +37,11 @@ def read_(modules: list[_BatchNorm], flat: Tensor, reference: Tensor) -> None:
 
     `reference` [numel] holds means and variances, as of `read_plain_`; its means are r.
     """
-    read_plain_(modules, flat)
-    for (_, mean, variance), (_, shared, _) in zip(
-        _parts(modules, flat), _parts(modules, reference), strict=True
-    ):
-        variance.add_(mean.sub_(shared).square())
+    if modules:
+        read_plain_(modules, flat)
+        (means, variances), (shared, _) = _lists(modules, flat), _lists(modules, reference)
+        torch._foreach_sub_(means, shared)
+        torch._foreach_add_(variances, torch._foreach_mul(means, means))
 
 
 def reset_(modules: list[_BatchNorm], flat: Tensor) -> None:
@@ -57,14 +57,20 @@ def _parts(modules: list[_BatchNorm], flat: Tensor) -> Iterator[tuple[_BatchNorm
         yield m, *part.view(2, -1)
 
 
+def _lists(modules: list[_BatchNorm], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return both statistics of all modules in `flat` [numel], which a GPU takes in few kernels."""
+    parts = [(mean, variance) for _, mean, variance in _parts(modules, flat)]
+    return [mean for mean, _ in parts], [variance for _, variance in parts]
+
+
 def as_plain_(modules: list[_BatchNorm], flat: Tensor, reference: Tensor) -> None:
     """Make means and variances of what `flat` [numel] holds about the means of `reference`."""
-    for (_, mean, second), (_, shared, _) in zip(
-        _parts(modules, flat), _parts(modules, reference), strict=True
-    ):
+    if modules:
+        (means, seconds), (shared, _) = _lists(modules, flat), _lists(modules, reference)
+        torch._foreach_sub_(seconds, torch._foreach_mul(means, means))
         # Rounding can push a difference below zero.
-        second.sub_(mean.square()).clamp_(min=0)
-        mean.add_(shared)
+        torch._foreach_clamp_min_(seconds, 0.0)
+        torch._foreach_add_(means, shared)
 
 
 def of_reference(modules: list[_BatchNorm], reference: Tensor) -> Tensor:
@@ -114,9 +120,10 @@ def mend_(modules: list[_BatchNorm], last: Tensor) -> None:
 
 def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
     """Set means and variances of `modules` from `flat` [numel], as written by `read_plain_`."""
-    for m, mean, variance in _parts(modules, flat):
-        m.running_mean.copy_(mean)
-        m.running_var.copy_(variance)
+    if modules:
+        means, variances = _lists(modules, flat)
+        buffers = [m.running_mean for m in modules] + [m.running_var for m in modules]
+        torch._foreach_copy_(buffers, means + variances)
 
 
 def find_single_valued(model: nn.Module, inputs: Inputs) -> str:

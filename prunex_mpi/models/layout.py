@@ -266,7 +266,12 @@ def spare_tile(flat: Tensor) -> Tensor:
 
 def tile_norms(tile: Tile, *parts: Tensor) -> list[Tensor]:
     """Return the squared 2-norms of the segments of each of `parts`, tiles of flat vectors."""
-    return [torch.dot(piece, piece) for part in parts for piece in tile.pieces(part)]
+    pieces = [piece for part in parts for piece in tile.pieces(part)]
+    if pieces[0].device.type == "cpu":
+        return [torch.dot(piece, piece) for piece in pieces]
+    # On a GPU starting a kernel for each takes longer than the sums.
+    norms = torch._foreach_norm(pieces)
+    return list(torch._foreach_mul(norms, norms))
 
 
 def sum_tile_norms(

@@ -50,11 +50,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """The place of each kept element in the payload; `digest` identifies the plan across ranks."""
+    """The place of each kept element in the payload; `digest` identifies the plan across ranks.
+
+    `index` int64 [numel] has the places of the kept elements in the flat vector, on a GPU, where
+    one kernel that reads it is faster than one or two for each layer.
+    """
 
     pieces: tuple[Piece, ...]
     numel: int
     digest: int
+    index: Tensor | None = None
 
 
 def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.device) -> Plan:
@@ -86,7 +91,17 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
     places = np.array([(p.offset, p.start, p.kept, *(p.shape or (0, 0, 0))) for p in pieces])
     parts = (repr(layout.segments).encode(), places.tobytes(), np.packbits(mask).tobytes())
     digest = int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:8], "little")
-    return Plan(tuple(pieces), start, digest)
+    plan = Plan(tuple(pieces), start, digest)
+    return with_index(plan, layout.numel, device) if device.type == "cuda" else plan
+
+
+def with_index(plan: Plan, numel: int, device: torch.device) -> Plan:
+    """Return the plan with its index on `device`, unless it keeps all of `numel` elements."""
+    if plan.numel == numel:
+        return plan
+    index = torch.empty(plan.numel, dtype=torch.int64, device=device)
+    pack_(torch.arange(numel, device=device), plan, index)
+    return replace(plan, index=index)
 
 
 def cut_plan(plan: Plan, count: int, unit: int) -> list[tuple[slice, int, Plan]]:
@@ -180,6 +195,13 @@ def pack_(
     With `other` [layout.numel], those of flat + other. They are multiplied by `factor`.
     """
     flats = (flat,) if other is None else (flat, other)
+    if plan.index is not None:
+        kept = torch.index_select(flat, 0, plan.index, out=payload[: plan.numel])
+        if other is not None:
+            kept.add_(other.index_select(0, plan.index))
+        if factor != 1:
+            kept.mul_(factor)
+        return
     for p in plan.pieces:
         target = payload[p.start : p.start + p.kept]
         sources = [f[p.offset : p.offset + p.numel] for f in flats]
@@ -234,6 +256,9 @@ def _row_tiles(p: Piece, payload: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def unpack_(payload: Tensor, plan: Plan, flat: Tensor) -> None:
     """Scatter `payload` into `flat`; pruned elements become exactly zero."""
+    if plan.index is not None:
+        flat.zero_().index_copy_(0, plan.index, payload[: plan.numel])
+        return
     for p in plan.pieces:
         target, source = flat[p.offset : p.offset + p.numel], payload[p.start : p.start + p.kept]
         if p.shape is None:

@@ -19,6 +19,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import torch
@@ -70,30 +71,31 @@ def group_energies(
             energies.append(sums.view(-1))
             continue
         by_row = selection.kind == "filter"
-        sums = _slice_energies(views[number], (by_row, not by_row), masks.get(number))
+        sums = torch.cat(_slice_energies(views[number], (by_row, not by_row), masks.get(number)))
         if selection.kind == "channel":
             sums = sums.view(layer.blocks * layer.channels, layer.kernel).sum(dim=1)
         energies.append(sums)
     return torch.cat(energies).cpu()
 
 
-def _slice_energies(view: Tensor, dims: Sequence[bool], factors: LayerFactors | None) -> Tensor:
-    """Return the masked squares of `view` summed by row [blocks * rows], column or both, 1-D.
+def _slice_energies(
+    view: Tensor, dims: Sequence[bool], factors: LayerFactors | None
+) -> list[Tensor]:
+    """Return the masked squares of `view` summed by row [blocks * rows], column or both, in parts.
 
     Works tile by tile, so that squares stay in the cache.
     """
-    by_row = view.new_empty(view.shape[:2])
-    by_column = view.new_zeros(view.shape[::2])
+    by_row, by_column = [], []
     for at in cut_view(view):
         squares = _masked_(view[at].square(), factors, at)
         if dims[0]:
-            torch.sum(squares, dim=2, out=by_row[at])
+            by_row.append(squares.sum(dim=2).view(-1))
         if dims[1]:
-            by_column[at[0]] += squares.sum(dim=1)
-    found = [
-        sums.view(-1) for sums, wanted in zip((by_row, by_column), dims, strict=True) if wanted
-    ]
-    return torch.cat(found)
+            by_column.append(squares.sum(dim=1).view(-1))
+    # Tiles are blocks or, of a single block, rows.
+    if len(view) == 1 and by_column:
+        by_column = [reduce(Tensor.add_, by_column)]
+    return by_row + by_column
 
 
 def _masked_(
@@ -120,7 +122,9 @@ def _coupled_scores(
     start, stop = selections[0].start, selections[-1].stop
     scored = groups.scored
     sums = [
-        _slice_energies(views[number], dims, masks.get(number)) for number, *dims in scored.tensors
+        part
+        for number, *dims in scored.tensors
+        for part in _slice_energies(views[number], dims, masks.get(number))
     ]
     # One transfer; sums on the host are float64.
     energies = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]

@@ -13,7 +13,7 @@ from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_
+from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_, with_index
 from prunex_mpi.pruning.groups import Groups, find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel
 from prunex_mpi.pruning.projection import select
@@ -92,6 +92,25 @@ def test_expanding_what_was_compacted_is_multiplying_by_the_mask(kinds, dtype, l
         assert torch.equal(both[: plan.numel], payload[: plan.numel])
         pack_(flat, plan, both, expected, 0.3)
         assert torch.equal(both[: plan.numel], payload[: plan.numel] * 0.3)
+
+
+def test_an_index_moves_what_pieces_move():
+    layout, groups = prepare(("filter", "channel"))
+    flat, other = torch.randn(2, layout.numel)
+    for mask in masks(groups, seed=0):
+        plan = build_plan(layout, groups, mask, CPU)
+        indexed = with_index(plan, layout.numel, CPU)
+        assert (indexed.index is None) == mask.all()
+        assert indexed.digest == plan.digest
+        payload, by_index = torch.full((2, plan.numel + 5), 17.0)
+        result, spread = torch.full((2, layout.numel), torch.nan)
+        for added, factor in ((None, 1.0), (other, 1.0), (other, 0.3)):
+            pack_(flat, plan, payload, added, factor)
+            pack_(flat, indexed, by_index, added, factor)
+            assert torch.equal(by_index, payload)
+        unpack_(payload, plan, result)
+        unpack_(payload, indexed, spread)
+        assert torch.equal(spread, result)
 
 
 def kept_values(masked: torch.Tensor, layout: Layout, plan: Plan) -> torch.Tensor:
