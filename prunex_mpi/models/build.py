@@ -10,7 +10,13 @@ from prunex_mpi.base.imports import import_function
 from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.gpt import GPT_SIZES, gpt_shape
 from prunex_mpi.models.inputs import Images, Inputs, Tokens
-from prunex_mpi.models.standalone import CIFAR_FAMILY, SMALL_VGG, SMALL_VIT, build
+from prunex_mpi.models.standalone import (
+    CIFAR_FAMILY,
+    NARROW_RESNETS,
+    SMALL_VGG,
+    SMALL_VIT,
+    build,
+)
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
 # Networks that are not torchvision's, each with a stem of its own.
@@ -51,7 +57,12 @@ def build_model(name: str, inputs: Inputs, stem: str = "auto") -> nn.Module:
 def model_names() -> list[str]:
     """Return every name that `build_model` knows, sorted; factories come on top."""
     return sorted(
-        {*OF_OUR_OWN, *GPT_SIZES, *torchvision.models.list_models(module=torchvision.models)}
+        {
+            *OF_OUR_OWN,
+            *NARROW_RESNETS,
+            *GPT_SIZES,
+            *torchvision.models.list_models(module=torchvision.models),
+        }
     )
 
 
@@ -91,6 +102,8 @@ def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
 
 
 def _is_torchvision_resnet(name: str) -> bool:
+    if name in NARROW_RESNETS:
+        return True
     if ":" in name or name in OF_OUR_OWN or gpt_shape(name):
         return False
     return torchvision.models.get_model_builder(name).__module__ == "torchvision.models.resnet"

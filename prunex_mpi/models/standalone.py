@@ -52,6 +52,8 @@ CIFAR_FAMILY = {
     for depth in (8, 20, 32, 44, 56, 110)
     for width in (2, 3, 4, 6, 8, 12, 16, 24, 32)
 }
+# torchvision's ResNet-18, of fewer channels than 64 in its first stage.
+NARROW_RESNETS = {f"resnet18-w{width}": width for width in (8, 16, 32)}
 SMALL_VIT, SMALL_VGG = "vit_tiny", "vgg19_small"
 # Channels of the convolutions of VGG-19; between its stages the resolution is halved.
 VGG19 = ((64, 64), (128, 128), (256,) * 4, (512,) * 4, (512,) * 4)
@@ -139,6 +141,11 @@ def build(description: Mapping[str, Any]) -> nn.Module:
             raise ValueError(f"{side} pixels are too many for {name}")
         shape = {"num_layers": 6, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
         return torchvision.models.VisionTransformer(side, 4, **shape, num_classes=classes)
+    if name in NARROW_RESNETS:
+        model = NarrowResNet18(NARROW_RESNETS[name], classes)
+        if description["stem"] == "cifar":
+            set_cifar_stem_(model)
+        return model
     # Others, of detection or segmentation, would download weights.
     if name not in torchvision.models.list_models(module=torchvision.models):
         raise ValueError(f"{name} is not a classifier of torchvision")
@@ -161,6 +168,29 @@ def set_cifar_stem_(model: torchvision.models.ResNet) -> None:
     model.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
+
+
+class NarrowResNet18(torchvision.models.ResNet):
+    """ResNet-18 with `width` channels in its first stage, and 2, 4, 8 times as many in the others.
+
+    torchvision's own option changes the widths inside bottlenecks alone.
+    """
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        self.width = width
+        super().__init__(torchvision.models.resnet.BasicBlock, [2, 2, 2, 2])
+        self.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
+        nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
+        self.bn1 = nn.BatchNorm2d(width)
+        self.fc = nn.Linear(8 * width, num_classes)
+
+    def _make_layer(
+        self, block: type[nn.Module], planes: int, blocks: int, **options: Any
+    ) -> nn.Sequential:
+        if planes == 64:
+            # What the stem hands over.
+            self.inplanes = self.width
+        return super()._make_layer(block, planes * self.width // 64, blocks, **options)
 
 
 class BasicBlock(nn.Module):

@@ -39,6 +39,7 @@ def refuse(name: str, *, image_size: int = 32, stem: str = "auto") -> str:
         # 16 convolutions without biases, with BatchNorm, and one linear layer of 512 inputs.
         ("vgg19_small", "auto", 20_035_018),
         ("resnet18", "cifar", 11_173_962),
+        ("resnet18-w32", "cifar", 2_797_610),
         ("resnet152", "imagenet", 58_164_298),
     ],
 )

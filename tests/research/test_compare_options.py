@@ -4,10 +4,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 from compared import run_bench
 
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.config.resolve import BY_NAME as METHODS
+from prunex_mpi.core.problem import make_model
+from prunex_mpi.models.inputs import Images, Tokens
 from prunex_mpi.research.compare.compare_options import parse
 from prunex_mpi.research.compare.plan import read_plan, settings_of
 from prunex_mpi.settings.values import AUTO
@@ -143,6 +146,7 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
         ("plan_small.toml", 3),
         ("plan_rates.toml", 6),
         ("plan_resnet18.toml", 11),
+        ("plan_gpu.toml", 6),
         ("pace_vgg19.toml", 6),
     ],
 )
@@ -150,6 +154,11 @@ def test_the_plans_that_are_shipped_can_be_run(plan, rows):
     path = Path(__file__).resolve().parents[2] / "batch" / plan
     options = parse(["--plan", str(path), "--data-dir", "x"])
     assert len(options.rows) == rows
+    for row in options.rows:
+        settings = settings_of(options.common, row, 0)
+        text = settings.dataset == "text"
+        with torch.device("meta"):
+            make_model(settings, Tokens(65, settings.context) if text else Images(32, 10))
 
 
 def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
