@@ -21,7 +21,10 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PRUNEX_TEST_DEVICE=cuda OMP_NU
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 LAUNCH=(mpirun)
 # Open MPI starts no more ranks than it sees cores unless it is told to.
-if mpirun --version 2>/dev/null | grep -q "Open MPI\|OpenRTE"; then LAUNCH+=(--oversubscribe); fi
+# Jobs side by side must not be bound to the same cores.
+if mpirun --version 2>/dev/null | grep -q "Open MPI\|OpenRTE"; then
+    LAUNCH+=(--oversubscribe --bind-to none)
+fi
 
 if ! "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
     echo "error: torch of $PYTHON sees no GPU here; set PYTHON to one that does" >&2
@@ -29,7 +32,7 @@ if ! "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())
 fi
 # What an earlier call has left must not pass for results of this one.
 rm -rf "$OUT"/run-host "$OUT"/run-device
-rm -f "$OUT"/results.json "$OUT"/doctor.json "$OUT"/kernels-*.json
+rm -f "$OUT"/{results,doctor,kernels-*,overhead,ddp*}.json
 : >"$OUT/parts.tsv"
 
 # Run a part: its name, its limit in seconds, its command.
@@ -53,32 +56,39 @@ part() {
     printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - began))" >>"$OUT/parts.tsv"
 }
 
-TESTS=("$PYTHON" -m mpi4py -m pytest -q --with-mpi -x -p no:cacheprovider)
+TESTS=("$PYTHON" -m mpi4py -m pytest -q --with-mpi -p no:cacheprovider)
 
 part doctor 90 "${LAUNCH[@]}" -n 2 "$PYTHON" -m prunex_mpi.doctor --device cuda \
     --run-dir "$OUT/runs" --json "$OUT/doctor.json"
-for buffers in host device; do
-    export PRUNEX_TEST_BUFFERS=$buffers
-    for ranks in 2 4 1; do
-        part "$buffers-$ranks" 120 "${LAUNCH[@]}" -n "$ranks" "${TESTS[@]}" tests/device
+# Side by side, since most of a test waits; what is measured comes after them, alone.
+export OMPI_MCA_mpi_yield_when_idle=1
+for ranks in 2 4 1; do
+    for buffers in host device; do
+        PRUNEX_TEST_BUFFERS=$buffers part "$buffers-$ranks" 150 \
+            "${LAUNCH[@]}" -n "$ranks" "${TESTS[@]}" tests/device &
     done
+    PRUNEX_TEST_BUFFERS=host part "oracles-$ranks" 150 \
+        "${LAUNCH[@]}" -n "$ranks" "${TESTS[@]}" tests/methods -k equals_ -m "mpi and not long" &
 done
-export PRUNEX_TEST_BUFFERS=host
-for ranks in 4 2 1; do
-    part "oracles-$ranks" 150 "${LAUNCH[@]}" -n "$ranks" "${TESTS[@]}" tests/methods -k equals_ \
-        -m "mpi and not long"
-done
+wait
+unset OMPI_MCA_mpi_yield_when_idle
 for model in resnet18 resnet152; do
     part "kernels-$model" 60 "$PYTHON" -m prunex_mpi.bench kernels --model "$model" \
         --device cuda --json "$OUT/kernels-$model.json"
 done
+BENCH=("$PYTHON" -m prunex_mpi.bench --device cuda --amp bf16 --batch-size 128)
+part overhead 60 "${BENCH[@]}" overhead --models resnet18 --groups coupled --steps 16 \
+    --json "$OUT/overhead.json"
+part ddp 90 "${BENCH[@]}" ddp --models resnet18 resnet152 wide_resnet50_2 --json "$OUT/ddp.json"
+part ddp-2 60 "${LAUNCH[@]}" -n 2 "${BENCH[@]}" ddp --models resnet18 --json "$OUT/ddp-2.json"
 for buffers in host device; do
     part "phases-$buffers" 60 "${LAUNCH[@]}" -n 4 "$PYTHON" -m prunex_mpi.train --model resnet18 \
         --dataset synthetic --train-samples 8192 --test-samples 512 --ranks-per-node 2 \
-        --device cuda --mpi-buffers "$buffers" --amp bf16 --outer-iterations 8 \
+        --device cuda --mpi-buffers "$buffers" --amp bf16 --channels-last --outer-iterations 8 \
         --warmup-iterations 1 --keep-ramp-iterations 2 --freeze-iteration 4 --local-steps 32 \
-        --groups coupled --progress off --run-dir "$OUT/run-$buffers"
+        --groups coupled --batch-size 64 --progress off --run-dir "$OUT/run-$buffers"
 done
+part ddp-compiled 150 "${BENCH[@]}" ddp --compile --models resnet18 --json "$OUT/ddp-compiled.json"
 
 "$PYTHON" - "$OUT" <<'PYTHON'
 import json
@@ -96,9 +106,8 @@ found = {
     "mpi": subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.split("\n")[0],
     "parts": [{"part": name, "result": result, "seconds": int(s)} for name, result, s in rows],
 }
-for name in ("kernels-resnet18", "kernels-resnet152", "doctor"):
-    if (out / f"{name}.json").exists():
-        found[name] = json.loads((out / f"{name}.json").read_text())
+for path in sorted(out.glob("*.json")):
+    found[path.stem] = json.loads(path.read_text())
 for run in ("run-host", "run-device"):
     if (out / run / "summary.json").exists():
         found[run] = json.loads((out / run / "summary.json").read_text())

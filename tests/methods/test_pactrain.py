@@ -117,7 +117,9 @@ def test_program_equals_masked_sgd(aggregation, ranks_per_node, changes):
             # Part of the weights travel in the end, and all of them before they are pruned.
             assert payloads[2] < 0.7 * record["bytes"]["dense"]
             if settings.options.prune_iteration:
-                assert payloads[0] == record["bytes"]["dense"]
+                # But for what a batch of a worker that is alone leaves without a gradient.
+                least = 0.98 if WORLD.size == 1 else 1.0
+                assert least <= payloads[0] / record["bytes"]["dense"] <= 1.0
 
 
 def test_records_and_totals_count_single_weights():

@@ -246,8 +246,9 @@ def test_sections_fit_the_number_of_ranks():
     assert choose_sections(("model",), 2) == ("model",)
     assert choose_sections(("all",), 4) == choose_sections((), 4)
     assert choose_sections(("all", "ddp"), 4) == ("collectives", "ddp")
-    with pytest.raises(UserError, match="ddp needs 2 or more ranks"):
-        choose_sections(("all", "ddp"), 1)
+    assert choose_sections(("ddp",), 1) == ("ddp",)
+    with pytest.raises(UserError, match="model needs 2 or more ranks"):
+        choose_sections(("all", "model"), 1)
     for section, ranks in (("kernels", 2), ("overhead", 2), ("model", 1)):
         with pytest.raises(UserError):
             choose_sections((section,), ranks)

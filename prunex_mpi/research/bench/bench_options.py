@@ -10,7 +10,7 @@ from prunex_mpi.config.resolve import make
 
 ALONE = ("kernels", "overhead")
 TOGETHER = ("collectives",)
-# They take minutes: only for who asks, on two or more ranks.
+# They take minutes: only for who asks, the first on any number of ranks, the second on two or more.
 ASKED = ("ddp", "model")
 # Likewise, on one rank.
 ASKED_ALONE = ("text",)
@@ -33,8 +33,8 @@ def build_parser() -> Parser:
     parser = program_parser(
         "bench",
         "Measure kernels, overhead and text (dense beside a plain torch loop) on one rank, "
-        "collectives and ddp (dense SGD beside torch's) on several; model calibrates what train "
-        "--dry-run --link-gbit estimates.",
+        "collectives on several, ddp (dense SGD beside torch's) on any number; model calibrates "
+        "what train --dry-run --link-gbit estimates.",
         "Without WHAT, and with all: everything that makes sense for the number of ranks, but "
         "ddp, model and text where they aren't named. "
         "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
@@ -60,6 +60,8 @@ def build_parser() -> Parser:
     add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
     add("--batch-size", type=int, default=32, metavar="N", help="per rank, in training [32]")
     add("--steps", type=int, default=4, metavar="N", help="steps of a turn of training [4]")
+    add("--amp", default="off", metavar="TYPE", help="off or bf16, in ddp and overhead [off]")
+    add("--compile", action="store_true", help="torch.compile the networks of ddp and overhead")
     add("--repeat", type=int, default=7, metavar="N", help="turns that are measured [7]")
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda [auto]")
     add("--threads", type=int, default=0, metavar="N", help="per rank, 0 for a fair share [0]")
@@ -88,6 +90,8 @@ def parse(argv: Sequence[str]) -> Options:
         groups=given.groups,
         keep_ratio=given.keep_ratio,
         batch_size=given.batch_size,
+        amp=given.amp,
+        compile=given.compile,
         device=given.device,
         ranks_per_node=given.ranks_per_node,
         mpi_buffers=given.mpi_buffers,
@@ -103,7 +107,7 @@ def choose_sections(asked: Sequence[str], ranks: int) -> tuple[str, ...]:
             raise UserError(
                 f"{section} is measured on one rank, not {ranks}; start it without mpirun"
             )
-        if section in (*TOGETHER, *ASKED) and ranks == 1:
+        if section in (*TOGETHER, "model") and ranks == 1:
             raise UserError(f"{section} needs 2 or more ranks; start it with mpirun or srun")
     if not asked or ALL in asked:
         asked = (*asked, *(ALONE if ranks == 1 else TOGETHER))

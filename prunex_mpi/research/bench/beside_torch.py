@@ -1,4 +1,7 @@
-"""Time steps of `dense` beside those of torch's DistributedDataParallel over gloo, in turns."""
+"""Time steps of `dense` beside those of torch's DistributedDataParallel, in turns.
+
+It goes over NCCL where each rank has a GPU of its own, which NCCL asks for, and else over gloo.
+"""
 
 import socket
 import warnings
@@ -34,26 +37,25 @@ PLAIN = {"broadcast_buffers": False}
 # What its documentation names for speed: gradients live in the buckets, the graph never changes.
 LEAN = {**PLAIN, "gradient_as_bucket_view": True, "static_graph": True}
 AIM = 1.0
-GLOO_TIMEOUT = timedelta(seconds=60)
+GROUP_TIMEOUT = timedelta(seconds=60)
 Turn = Callable[[], None]
 
 
 def compare_with_ddp(bench: Bench) -> Table:
-    """Return the table of seconds per step, the same on every rank. Collective on `world`.
-
-    For the CPU: on a GPU gloo is no rival.
-    """
-    rows = []
+    """Return the table of seconds per step, the same on every rank. Collective on `world`."""
+    rows, settings = [], bench.settings
+    backend = choose_backend(bench)
     for name in bench.models:
-        taken, difference = measure(bench, name)
+        taken, difference = measure(bench, name, backend)
         ratios = [float(np.median(taken["dense"] / taken[rival])) for rival in ("DDP", "lean DDP")]
         milliseconds = [1e3 * float(np.median(times)) for times in taken.values()]
         rows.append((name, *milliseconds, *ratios, AIM, difference))
     times = [f"{name} ms" for name in ("dense", "DDP", "lean DDP", "no exchange")]
     return Table(
-        f"One step of dense (flat) beside DistributedDataParallel over gloo: "
+        f"One step of dense (flat) beside DistributedDataParallel over {backend}: "
         f"{bench.topology.world_size} ranks, {IMAGE_SIZE}x{IMAGE_SIZE} images, "
-        f"batch {bench.settings.batch_size} per rank",
+        f"batch {settings.batch_size} per rank, amp {settings.amp}"
+        f"{', compiled' if settings.compile else ''}",
         ("model", *times, "dense / DDP", "dense / lean DDP", "aim", "|difference|"),
         tuple(rows),
         (
@@ -69,7 +71,17 @@ def compare_with_ddp(bench: Bench) -> Table:
     )
 
 
-def measure(bench: Bench, model_name: str) -> tuple[dict[str, np.ndarray], float]:
+def choose_backend(bench: Bench) -> str:
+    """Return nccl where each rank has a GPU of its own, else gloo, alike on all. Collective."""
+    world = bench.topology.world
+    host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    own = np.array([bench.device.type == "cuda" and host.size <= torch.cuda.device_count()])
+    host.Free()
+    world.Allreduce(MPI.IN_PLACE, own, op=MPI.LAND)
+    return "nccl" if own[0] else "gloo"
+
+
+def measure(bench: Bench, model_name: str, backend: str) -> tuple[dict[str, np.ndarray], float]:
     """Return seconds per step [turns] of each program, and how far dense and DDP end up apart.
 
     All train the same weights on the same batches. Collective on `world`.
@@ -78,7 +90,7 @@ def measure(bench: Bench, model_name: str) -> tuple[dict[str, np.ndarray], float
     with ExitStack() as exits:
         ours, weights = dense_turn(training, exits, exchange=True)
         alone, _ = dense_turn(training, exits, exchange=False)
-        exits.enter_context(gloo_group(bench.topology.world))
+        exits.enter_context(process_group(bench.topology.world, backend))
         plain, _ = ddp_turn(training, PLAIN)
         lean, theirs = ddp_turn(training, LEAN)
         turns = {"dense": ours, "DDP": plain, "lean DDP": lean, "no exchange": alone}
@@ -101,6 +113,8 @@ def steps_of(bench: Bench, model_name: str) -> Bench:
         batch_size=bench.settings.batch_size,
         outer_iterations=bench.repeat + 1,
         local_steps=bench.steps,
+        amp=bench.settings.amp,
+        compile=bench.settings.compile,
         # No test of accuracy: a small rate keeps any model finite and rounding errors small.
         lr=1e-3,
         lr_schedule="constant",
@@ -141,7 +155,7 @@ def ddp_turn(bench: Bench, options: dict[str, bool]) -> tuple[Turn, Callable[[],
     with warnings.catch_warnings():
         # Newer versions have another name for broadcast_buffers as well; all know this one.
         warnings.simplefilter("ignore", FutureWarning)
-        ddp = DistributedDataParallel(model, **options)
+        ddp = DistributedDataParallel(problem.forward, **options)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=settings.lr,
@@ -151,13 +165,14 @@ def ddp_turn(bench: Bench, options: dict[str, bool]) -> tuple[Turn, Callable[[],
     )
 
     def turn() -> None:
-        losses = torch.zeros((), dtype=torch.float64)
+        losses = torch.zeros((), dtype=torch.float64, device=device)
         model.train()
         for step in range(settings.local_steps):
             heartbeat.beat(step)
             images, labels = problem.train.next()
             optimizer.zero_grad()
-            loss = problem.loss(ddp(images), labels)
+            with torch.autocast(device.type, torch.bfloat16, enabled=settings.amp == "bf16"):
+                loss = problem.loss(ddp(images), labels)
             loss.backward()
             optimizer.step()
             losses += loss.detach()
@@ -172,10 +187,10 @@ def ddp_turn(bench: Bench, options: dict[str, bool]) -> tuple[Turn, Callable[[],
 
 
 @contextmanager
-def gloo_group(world: MPI.Comm) -> Iterator[None]:
+def process_group(world: MPI.Comm, backend: str) -> Iterator[None]:
     """Let torch.distributed have the same ranks for the time of the block. Collective on `world`.
 
-    GLOO_SOCKET_IFNAME chooses its interface.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose its interface.
     """
 
     def place() -> str:
@@ -185,8 +200,8 @@ def gloo_group(world: MPI.Comm) -> Iterator[None]:
             free.bind(("", 0))
             return f"tcp://{socket.gethostname()}:{free.getsockname()[1]}"
 
-    where = {"init_method": broadcast_text(world, place()), "timeout": GLOO_TIMEOUT}
+    where = {"init_method": broadcast_text(world, place()), "timeout": GROUP_TIMEOUT}
     ranks = {"rank": world.rank, "world_size": world.size}
-    run_collectively(world, lambda: dist.init_process_group("gloo", **where, **ranks))
+    run_collectively(world, lambda: dist.init_process_group(backend, **where, **ranks))
     yield
     dist.destroy_process_group()

@@ -107,8 +107,8 @@ def check_section(section: str, bench: Bench) -> None:
     """Raise UserError where the nodes or the device don't allow a section."""
     if section == "model" and bench.topology.num_nodes == 1:
         raise UserError("model needs 2 or more nodes; on one machine give --ranks-per-node 1")
-    if section == "ddp" and bench.device.type != "cpu":
-        raise UserError("ddp is measured on the CPU, where gloo is at home; give --device cpu")
+    if section == "ddp" and bench.settings.amp == "fp16":
+        raise UserError("ddp is measured with amp off or bf16: fp16 needs a scaler beside it")
 
 
 def _networks(sections: Sequence[str], bench: Bench) -> Iterator[tuple[Settings, Images]]:
