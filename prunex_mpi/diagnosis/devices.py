@@ -127,8 +127,8 @@ def probe(device: str, operation: str = "") -> str:
 def probe_between(device: str, hosts: Sequence[str]) -> tuple[bool, str]:
     """Try all collectives of `probe.py` on `device` between the first and the last of `hosts`.
 
-    Not their speed. Returns whether the job began there, which takes a launcher that reaches them from here (ssh, or
-    srun inside an allocation of Slurm), and what went wrong, "" for nothing.
+    Not their speed. Returns whether the job began there, which takes a launcher that reaches them
+    from here (ssh, or srun inside an allocation of Slurm), and what went wrong, "" for nothing.
     """
     return _try([device], (hosts[0], hosts[-1]))
 
