@@ -33,9 +33,11 @@ CHECKPOINT = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
 SUMMARY, STATE = "summary.json", "state.safetensors"
 # Holds why, in a run that diverged.
 DIVERGED = "diverged.json"
-# Of a job that is to go on with a run: there as long as it waits, with the word to go in the end by
-# the launcher; there once it stands by.
-NEXT, GO, READY = "next", "go", "next-ready"
+# Of a job that is to go on with a run: there as long as it waits, with the launcher's words to the
+# job before, to leave, and then to this one, to go; there once it stands by.
+NEXT, LEAVE, GO, READY = "next", "leave", "go", "next-ready"
+# What the job before then gives as its reason to end.
+TAKEN_OVER = "the job that stands by"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserErr
 from prunex_mpi.base.files import (
     DIVERGED,
     GO,
+    LEAVE,
     LINES,
     LOOK_S,
     NEXT,
@@ -278,6 +279,12 @@ class RunDirectory:
             return []
         with open(self.path / name, encoding="utf-8") as file:
             return [json.loads(line) for line in file]
+
+    def is_to_be_left(self) -> bool:
+        """Return whether another job stands by to go on at the end of an outer iteration."""
+        with contextlib.suppress(OSError):
+            return read_text(self.path / NEXT) == LEAVE
+        return False
 
     def complete(self) -> bool:
         """Return whether the run has come to its end, and is not to become longer."""

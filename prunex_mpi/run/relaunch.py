@@ -23,11 +23,13 @@ from prunex_mpi.base.files import (
     CHECKPOINT,
     DIVERGED,
     GO,
+    LEAVE,
     METRICS,
     NEXT,
     NODES,
     READY,
     SUMMARY,
+    TAKEN_OVER,
     no_links,
     touch,
     write_durably,
@@ -367,17 +369,20 @@ def attend(
             say(f"{', '.join(back)} can be had again: starting the next job beside this one")
             all_there = [name for name in options.hosts if name in hosts or name in back]
             following = start_following(options, all_there)
-        elif following and not regrows and size > before and following.may_go_on(run, due):
-            # An outer iteration is over: little is lost now.
+        elif following and not regrows and following.may_go_on(run, due):
             say("the job leaves with a checkpoint")
-            if not (run / READY).exists():
+            if (run / READY).exists():
+                # At the end of its outer iteration: then no step is taken again.
+                write_durably(run / NEXT, LEAVE)
+            else:
                 end_following(run, following)
                 following = None
-            job.send_signal(signal.SIGUSR1)
+                job.send_signal(signal.SIGUSR1)
             regrows = True
         elif regrows and not left_at and has_left(run, began):
-            let_go(run)
             left_at = time.time()
+            if made_room(run):
+                let_go(run)
         elif missing and not back and not probes and now - probed_at > PROBE_EVERY_S:
             probes, probed_at = start_probes(options.probe, missing), now
         elif probes and probes_are_over(probes, probed_at):
@@ -397,7 +402,9 @@ def attend(
         code = 0
     code = code if code >= 0 else 128 - code
     at = left_at or time.time()
-    return End(at, code, regrows and code == PREEMPTED, trained, following, size)
+    # Who stands by is not to go on with a run that was told to leave at the same time.
+    regrows = regrows and code == PREEMPTED and (following is None or taken or made_room(run))
+    return End(at, code, regrows, trained, following, size)
 
 
 def end_group(job: subprocess.Popen) -> None:
@@ -497,6 +504,11 @@ def has_left(run: Path, since: float) -> bool:
     with suppress(OSError):
         return (run / SUMMARY).stat().st_mtime >= since
     return False
+
+
+def made_room(run: Path) -> bool:
+    """Return whether a job has left for the one that stands by."""
+    return summary(run).get("reason") == TAKEN_OVER
 
 
 def what_is_lost(run: Path) -> tuple[int, float]:

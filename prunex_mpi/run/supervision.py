@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged, UserError
-from prunex_mpi.base.files import METRICS, telling_disk_errors
+from prunex_mpi.base.files import METRICS, TAKEN_OVER, telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.comm.agreement import run_collectively
@@ -169,17 +169,30 @@ def iterate(
     if context.state.position.converged_of == context.settings.outer_iterations:
         return "converged"
     status = "running" if rounds_left(context, most=1) > 0 else "completed"
-    for record, status in recorded(topology, files, context, progress):
-        if status == "running" and kept:
-            keep(topology, files, context, kept)
-        if status == "running" and checkpoints.due(topology.world, record["iteration"]):
-            write_checkpoint(topology, files, context, checkpoints)
+    with closing(recorded(topology, files, context, progress)) as rounds:
+        for record, status in rounds:
+            if status != "running":
+                continue
+            if kept:
+                keep(topology, files, context, kept)
+            if context.stop is not None and is_to_be_left(topology.world, files):
+                context.stop.reason = TAKEN_OVER
+                break
+            if checkpoints.due(topology.world, record["iteration"]):
+                write_checkpoint(topology, files, context, checkpoints)
     if context.stop is not None and context.stop.reason:
         # The run could not go on from there.
         check_errors(topology, context)
         write_checkpoint(topology, files, context, checkpoints)
         return "preempted"
     return status
+
+
+def is_to_be_left(world: MPI.Comm, files: RunDirectory | None) -> bool:
+    """Return whether another job is to go on with the run from here. Collective on `world`."""
+    flag = np.array([files is not None and files.is_to_be_left()], dtype=np.uint8)
+    world.Bcast(flag, root=0)
+    return bool(flag[0])
 
 
 def recorded(

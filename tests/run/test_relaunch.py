@@ -20,9 +20,10 @@ from prunex_mpi.run.relaunch import parse
 
 HOSTS = ("a", "b", "c")
 # What a job does, by words: `it 3` makes outer iteration 3 and its checkpoint, `bare 3` without the
-# checkpoint, `down b` takes host b away, `exit 1` ends, `usr1` waits for the signal and leaves with
-# a checkpoint, `end 0` completes the run, `hang 0` does and stays, `next 0` stands by until the run
-# is free, which a job holds that has `hold 0`, and `ready 0` waits for that.
+# checkpoint, `down b` takes host b away, `exit 1` ends, `usr1` waits for the signal, `leave` for
+# the word in `next`, and both leave with a checkpoint, `end 0` completes the run, `hang 0` does and
+# stays, `next 0` stands by until the run is free, which a job holds that has `hold 0`, and
+# `ready 0` waits for that.
 JOB = """
 import fcntl, json, os, signal, sys, time
 from pathlib import Path
@@ -72,14 +73,16 @@ for what, value in (word.split(" ") for word in plan[0].split(", ")):
         (run / "heartbeats/ended").touch()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(60)
-    elif what == "usr1":
-        k = int(value)
-        while not told:
+    elif what in ("usr1", "leave"):
+        k, word = int(value), run / "next"
+        def asked():
+            return told if what == "usr1" else word.exists() and word.read_text() == "leave"
+        while not asked():
             time.sleep(0.1)
             iterate(k, False)
             k += 1
         iterate(k, True)
-        leave("preempted", 75, reason="SIGUSR1")
+        leave("preempted", 75, reason="the job that stands by" if what == "leave" else "SIGUSR1")
     elif what == "end":
         leave("completed", int(value))
     elif what == "hang":
@@ -131,7 +134,7 @@ def test_a_job_goes_on_where_hosts_answer(capfd):
 
 def test_hosts_that_answer_again_are_taken_in_after_a_checkpoint():
     again = "next 0, hold 0, it 50, sleep 0.2, end 0"
-    assert go("down c, it 1, exit 1", "hold 0, sleep 0.3, up c, usr1 2", again) == 0
+    assert go("down c, it 1, exit 1", "hold 0, sleep 0.3, up c, leave 2", again) == 0
     assert [words[1] for words in starts()] == ["a,b,c", "a,b", "a,b,c"]
     assert [(n["left"], n["joined"], n["code"]) for n in notes()] == [
         (["c"], [], 1),
@@ -194,7 +197,7 @@ def test_codes_and_what_follows(plan, code, count, why, capfd):
 
 
 def test_a_node_that_was_lost_in_place_comes_back_later():
-    lines = "hold 0, it 1, lost 1, usr1 2", "next 0, hold 0, it 50, sleep 0.2, end 0"
+    lines = "hold 0, it 1, lost 1, leave 2", "next 0, hold 0, it 50, sleep 0.2, end 0"
     assert go(*lines, flags="--regrow-after 0.2") == 0
     assert [words[1] for words in starts()] == ["a,b,c", "a,b,c"]
     lost, again = notes()
@@ -202,7 +205,7 @@ def test_a_node_that_was_lost_in_place_comes_back_later():
 
 
 def test_the_next_job_starts_before_it_is_to_go_on():
-    lines = "hold 0, it 1, lost 1, ready 0, usr1 2", "next 0, hold 0, it 500, sleep 0.2, end 0"
+    lines = "hold 0, it 1, lost 1, ready 0, leave 2", "next 0, hold 0, it 500, sleep 0.2, end 0"
     began = time.monotonic()
     assert go(*lines, flags="--regrow-after 5") == 0
     assert time.monotonic() - began > 5
