@@ -3,7 +3,8 @@
 import hashlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from prunex_mpi.base.errors import USAGE, UserError
 
 T = TypeVar("T")
 
-POLL_S = 0.005
+POLL_S, MOST_DOUBLED = 0.005, 6
 # What a rank hands over to compare a digest, and to say that it has met no error.
 DIGEST_BYTES, VERDICT_BYTES = 16, 8
 # What a rank tells of an action that takes long; 0 while it goes on. The least of all counts.
@@ -124,21 +125,30 @@ def run_collectively_while(
         raise_together(world, None)
     if request is not None:
         # Its operand is still read; it ends as soon as the others go on.
+        pauses = _pauses()
         while not request.Test():
-            time.sleep(POLL_S)
+            time.sleep(next(pauses))
         request = None
         beat()
         if everyone[0] == FAILED:
             raise_together(world, error)
     mine[0] = FAILED if error else DONE
     # What a round has not ended yet may hold anything; a round is the last one on all ranks alike.
+    pauses = _pauses()
     while not (round_ended() and everyone[0]):
         if request is None:
             beat()
         else:
-            time.sleep(POLL_S)
+            time.sleep(next(pauses))
     raise_together(world, error)
     return result
+
+
+def _pauses() -> Iterator[float]:
+    """Yield seconds between looks at a message: few where it comes at once, in the end POLL_S."""
+    for doubled in range(MOST_DOUBLED):
+        yield POLL_S / 2 ** (MOST_DOUBLED - doubled)
+    yield from repeat(POLL_S)
 
 
 def require_same(world: MPI.Comm, what: str, value: str) -> None:
