@@ -215,6 +215,7 @@ def test_what_cannot_be_measured_is_refused(flags, culprit):
     [
         ("all model --ranks-per-node RANKS", "--ranks-per-node 1"),
         ("collectives ddp --models resnet21", "resnet21"),
+        ("ddp --amp fp16 --models resnet8", "amp off or bf16"),
     ],
 )
 def test_every_rank_refuses_what_cannot_be_measured_before_anything_is(monkeypatch, flags, culprit):
