@@ -310,10 +310,10 @@ def device_buffers_refused(reason: str) -> Finding:
 
 
 def _overridden(reason: str) -> Finding:
-    text = f"{reason}; --mpi-buffers device overrides that, and training may crash"
+    text = f"{reason}; --mpi-buffers device overrides that, and training may crash or wait"
     return Finding("warning", "--mpi-buffers device", text, "use --mpi-buffers host or auto")
 
 
 def _staged(reason: str) -> Finding:
     text = f"{reason}; tensors go through host memory"
-    return Finding("note", "CUDA-aware MPI", text, "load a CUDA-aware MPI to save the copies")
+    return Finding("note", "CUDA-aware MPI", text, "an MPI with CUDA and UCX saves the copies")
