@@ -92,11 +92,14 @@ class Following:
     hosts: Sequence[str]
     since: float
 
-    def may_go_on(self, run: Path, due: float) -> bool:
-        """Return whether, at the time `due` or later, it stands by, or is not waited for."""
+    def may_go_on(self, run: Path, due: float, between: bool) -> bool:
+        """Return whether, at the time `due` or later, it stands by, or is not waited for.
+
+        Without it little is lost only `between` two outer iterations of the job before.
+        """
         now = time.monotonic()
         over = has_ended(self.job) or now - self.since > STAND_BY_S
-        return now >= due and (over or (run / READY).exists())
+        return now >= due and ((run / READY).exists() or (over and between))
 
 
 @dataclass(frozen=True)
@@ -369,7 +372,7 @@ def attend(
             say(f"{', '.join(back)} can be had again: starting the next job beside this one")
             all_there = [name for name in options.hosts if name in hosts or name in back]
             following = start_following(options, all_there)
-        elif following and not regrows and following.may_go_on(run, due):
+        elif following and not regrows and following.may_go_on(run, due, size > before):
             say("the job leaves with a checkpoint")
             if (run / READY).exists():
                 # At the end of its outer iteration: then no step is taken again.
