@@ -143,9 +143,15 @@ def build(description: Mapping[str, Any]) -> nn.Module:
         return torchvision.models.VisionTransformer(side, 4, **shape, num_classes=classes)
     if name in NARROW_RESNETS:
         model = NarrowResNet18(NARROW_RESNETS[name], classes)
-        if description["stem"] == "cifar":
-            set_cifar_stem_(model)
-        return model
+    else:
+        model = _of_torchvision(name, side, classes)
+    if description["stem"] == "cifar":
+        set_cifar_stem_(model)
+    return model
+
+
+def _of_torchvision(name: str, side: int, classes: int) -> nn.Module:
+    """Return a classifier of torchvision with fresh weights; raise ValueError for others."""
     # Others, of detection or segmentation, would download weights.
     if name not in torchvision.models.list_models(module=torchvision.models):
         raise ValueError(f"{name} is not a classifier of torchvision")
@@ -156,10 +162,7 @@ def build(description: Mapping[str, Any]) -> nn.Module:
         options = {"image_size": side}
     elif name == "maxvit_t":
         options = {"input_size": (side, side)}
-    model = torchvision.models.get_model(name, weights=None, num_classes=classes, **options)
-    if description["stem"] == "cifar":
-        set_cifar_stem_(model)
-    return model
+    return torchvision.models.get_model(name, weights=None, num_classes=classes, **options)
 
 
 def set_cifar_stem_(model: torchvision.models.ResNet) -> None:
