@@ -4,7 +4,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import PREEMPTED
 from prunex_mpi.base.files import NEXT, SUMMARY, telling_disk_errors
+from prunex_mpi.base.imports import find_own_modules
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline
@@ -73,7 +74,7 @@ def run(
         start.look_at_model(world, settings, known, heartbeat)
         again = kept is not None and kept.began
         if settings.resume and not again:
-            wait = partial(stand_by, world, Path(settings.run_dir))
+            wait = partial(stand_by, world, settings)
             run_collectively_while(world, wait, heartbeat.go_on)
         dataset = load_dataset(topology, settings, heartbeat, place.device, known)
         wanted, restores = checkpoint.find_newest(world, settings)
@@ -137,11 +138,18 @@ def run(
             return PREEMPTED if status == "preempted" else 0
 
 
-def stand_by(world: MPI.Comm, path: Path, going: Callable[[], None]) -> None:
+def stand_by(world: MPI.Comm, settings: Settings, going: Callable[[], None]) -> None:
     """Be ready to go on with a run that another job holds yet, if it is to be so on this rank."""
+    path = Path(settings.run_dir)
     if (path / NEXT).exists():
-        # The first step of torch's optimizers imports it, which takes seconds.
-        importlib.import_module("torch._dynamo")
+        # The first step of torch's optimizers imports it, and the run the user's modules; that
+        # takes seconds.
+        find_own_modules()
+        own = settings.model, settings.dataset, settings.loss
+        for name in ("torch._dynamo", *(name.partition(":")[0] for name in own if ":" in name)):
+            # What can't be imported is told where it is used.
+            with suppress(Exception):
+                importlib.import_module(name)
     if world.rank == 0:
         directory.stand_by(path, going)
 

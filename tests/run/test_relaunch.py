@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from mpi4py import MPI
+
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.run import directory, relaunch
+from prunex_mpi.config.resolve import make
+from prunex_mpi.run import directory, job, relaunch
 from prunex_mpi.run.hosts import read_hosts, slurm_hosts
 from prunex_mpi.run.relaunch import parse
 
@@ -169,6 +172,20 @@ def test_a_file_that_a_killed_launcher_has_left_holds_no_job_up_for_ever(monkeyp
     began = time.monotonic()
     directory.stand_by(tmp_path, lambda: None)
     assert time.monotonic() - began > 0.3
+    assert not list(tmp_path.glob("next*"))
+
+
+@pytest.mark.parametrize("stands", [True, False])
+def test_who_stands_by_has_imported_the_users_modules(stands, monkeypatch, tmp_path):
+    (tmp_path / "users_own.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "users_own", raising=False)
+    (tmp_path / "lock").touch()
+    if stands:
+        (tmp_path / "next").write_text("go")
+    settings = make(model="users_own:net", dataset="not_there:data", run_dir=str(tmp_path))
+    job.stand_by(MPI.COMM_SELF, settings, lambda: None)
+    assert ("users_own" in sys.modules) == stands
     assert not list(tmp_path.glob("next*"))
 
 
