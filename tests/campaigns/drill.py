@@ -36,10 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness"))
 import cluster as machines
 from cluster import Cluster, Host, on_host
 
-NODES, STEPS = 4, 40
-STEP_S = 0.1
-# What an outer iteration takes at the least.
-ITERATION_S = STEPS * STEP_S
+NODES, STEP_S, EVALUATE_STEPS = 4, 0.1, 200
 HANG_S = 150.0
 FAULTS = {"in-place": ("kill", "kill", "stop"), "relaunch": ("host", "link")}
 # The same faults for a job that ends, and is queued again until all hosts are there.
@@ -48,10 +45,10 @@ WAYS = ("calm", *FAULTS, *QUEUED)
 PER_HOUR = {"in-place": 125.0, "relaunch": 12.0}
 # What the launcher says when a job takes over on all hosts.
 TAKEN = f"elastic: taking over on {NODES} of {NODES}"
-DETECTOR = {"": "1", "_thread": "1", "_period": "0.5", "_timeout": "2"}
+DETECTOR = {"": "1", "_thread": "1", "_period": "0.25", "_timeout": "1"}
 TRAIN = (
-    "--model drill:slow --dataset drill:digits --data-dir . --batch-size 16 --progress off "
-    f"--timeout 20 --local-steps {STEPS} --evaluate-every 5"
+    "--model drill:slow --dataset drill:digits --data-dir . --data-mode stream --batch-size 16 "
+    "--progress off --timeout 20"
 )
 
 
@@ -129,22 +126,27 @@ class Outcome:
     problem: str = ""
 
 
-def command(made: Cluster, way: str, ranks: int, iterations: int, away_s: float) -> list[str]:
+def command(
+    made: Cluster, way: str, ranks: int, iterations: int, options: argparse.Namespace
+) -> list[str]:
     """Return the launcher's command for one run in the current folder."""
     agent, faults = str(made.folder / "agent"), QUEUED.get(way, way)
     job = [str(machines.mpirun()), "--prtemca", "plm_ssh_agent", agent, "--host", "{hosts}"]
     job += ["--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE", "-n", "{ranks}"]
     flags = [*TRAIN.split(), "--outer-iterations", str(iterations), "--run-dir", "run"]
+    flags += ["--local-steps", str(options.local_steps)]
+    flags += ["--evaluate-every", str(max(EVALUATE_STEPS // options.local_steps, 1))]
     elastic = ["--tries", "5", "--probe", "sh -c 'test ! -e away/{host}'"]
     if way == "in-place":
         job += ["--with-ft", "ulfm"]
         for name, value in DETECTOR.items():
             job += ["--mca", f"mpi_ft_detector{name}", value]
         flags += ["--on-node-loss", "continue"]
-        elastic += ["--regrow-after", f"{away_s:g}"]
+        elastic += ["--regrow-after", f"{options.away:g}"]
     elif way in QUEUED:
         elastic += ["--min-hosts", str(NODES)]
-    if faults in FAULTS:
+    # Those who go on in place have the last outer iteration in memory.
+    if faults in FAULTS and way != "in-place":
         flags += ["--checkpoint-every", "1"]
     hosts = ",".join(f"{host.name}:{ranks}" for host in made.hosts[1:])
     words = [sys.executable, "-m", "prunex_mpi.elastic", "--hosts", hosts, *elastic, "--", *job]
@@ -245,9 +247,10 @@ def drill(
     (folder / "away").mkdir(parents=True)
     write_digits(folder)
     kind, outcome = QUEUED.get(way, way), Outcome(way, ranks)
-    iterations = round(options.minutes * 60 / (ITERATION_S * 1.1))
+    iterations = round(options.minutes * 60 / (options.local_steps * STEP_S * 1.1))
     period_s = 3600 / (options.per_hour or PER_HOUR.get(kind, 1.0))
-    words = command(made, way, ranks, iterations, options.away)
+    words = command(made, way, ranks, iterations, options)
+    steps = options.local_steps
     with started(words, made.first, folder) as job:
         began, due, grown = 0.0, 0.0, time.monotonic()
         last, before, takeovers = time.monotonic(), 0, 0
@@ -261,8 +264,9 @@ def drill(
                 before, grown = count, now
                 if not began:
                     began, due = now, now + period_s / 2
-                    outcome.could, last = count * STEPS * NODES * ranks * options.step_s, now
-            if began:
+                    outcome.could, last = count * steps * NODES * ranks * options.step_s, now
+            # What comes after the last outer iteration is no training.
+            if began and count < iterations:
                 outcome.could += (now - last) * (NODES - len(away.until)) * ranks
             last = now
             for name in [name for name, until in away.until.items() if until < now]:
@@ -282,12 +286,14 @@ def drill(
             bring_back(made, run, away, name)
     for host in made.hosts:
         machines.kill_processes(host.name)
-    judge(outcome, job.returncode, folder, iterations)
+    judge(outcome, job.returncode, folder, (iterations, steps))
     return outcome
 
 
-def judge(outcome: Outcome, code: int, folder: Path, iterations: int) -> None:
-    """Read from the run's files what it has reached, and whether that is what it says."""
+def judge(outcome: Outcome, code: int, folder: Path, length: tuple[int, int]) -> None:
+    """Read from the run's files what it has reached of its `length`, outer iterations and the steps
+    of one, and whether that is what it says."""
+    iterations, steps = length
     run = folder / "run"
     summary = run / "summary.json"
     found = json.loads(summary.read_text()) if summary.exists() else {}
@@ -298,7 +304,7 @@ def judge(outcome: Outcome, code: int, folder: Path, iterations: int) -> None:
     if not outcome.problem and (code or not complete or not whole):
         outcome.problem = f"code {code}, {len(records)} of {iterations}"
         outcome.problem += ", false success" if code == 0 else ""
-    outcome.done = sum(STEPS * len(row["node"]) for row in rows)
+    outcome.done = sum(steps * len(row["node"]) for row in rows)
     outcome.accuracy = found.get("test_accuracy") or 0.0
     changes = run / "nodes.jsonl"
     lines = changes.read_text().splitlines() if changes.exists() else []
@@ -312,6 +318,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=30, help="length of the calm run")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="on each host")
+    parser.add_argument("--local-steps", type=int, default=10, help="of an outer iteration")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--per-hour", type=float, default=0, help="faults [125 and 12]")
     parser.add_argument("--away", type=float, default=60, help="seconds that a host is away")
@@ -333,7 +340,8 @@ def main() -> int:
                 with machines.cluster(NODES + 1) as made:
                     outcome = drill(made, way, ranks, folder, options)
                 if way == "calm":
-                    options.step_s *= outcome.could / (outcome.done * options.step_s)
+                    options.step_s = outcome.could / outcome.done
+                    print(f"a step takes {options.step_s:.4f} s", flush=True)
                 outcomes.append(outcome)
                 print(row(outcome, options.step_s), flush=True)
     print("| hosts | way | minutes | faults | starts | joins | useful | accuracy | problem |")
