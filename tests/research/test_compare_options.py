@@ -138,7 +138,8 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [
-        ("plan_resnet8.toml", 26),
+        ("plan_resnet8.toml", 18),
+        ("plan_images.toml", 5),
         ("plan_nodes.toml", 5),
         ("plan_nodes_local.toml", 11),
         ("plan_four_nodes.toml", 4),
