@@ -47,16 +47,13 @@ class Checkpoints:
         self.count, self.seconds, self.last_s = 0, 0.0, 0.0
         self.ended = time.monotonic()
 
-    def due(self, world: MPI.Comm, iteration: int) -> bool:
-        """Return whether to write one after `iteration`, the same on every rank. Collective."""
+    def due(self, iteration: int) -> bool:
+        """Return whether to write one after `iteration`, by the clock of this rank."""
         if self.every == "off":
             return False
         if self.every != "auto":
             return iteration % int(self.every) == 0
-        wait_s = max(SHORTEST_INTERVAL_S, self.last_s / WRITING_SHARE)
-        flag = np.array([time.monotonic() - self.ended > wait_s], dtype=np.uint8)
-        world.Bcast(flag, root=0)
-        return bool(flag[0])
+        return time.monotonic() - self.ended > max(SHORTEST_INTERVAL_S, self.last_s / WRITING_SHARE)
 
     def note(self, seconds: float) -> None:
         """Count one that has just been written."""
@@ -175,10 +172,11 @@ def iterate(
                 continue
             if kept:
                 keep(topology, files, context, kept)
-            if context.stop is not None and is_to_be_left(topology.world, files):
+            leaves, saves = decide(topology.world, files, checkpoints.due(record["iteration"]))
+            if leaves and context.stop is not None:
                 context.stop.reason = TAKEN_OVER
                 break
-            if checkpoints.due(topology.world, record["iteration"]):
+            if saves:
                 write_checkpoint(topology, files, context, checkpoints)
     if context.stop is not None and context.stop.reason:
         # The run could not go on from there.
@@ -188,11 +186,13 @@ def iterate(
     return status
 
 
-def is_to_be_left(world: MPI.Comm, files: RunDirectory | None) -> bool:
-    """Return whether another job is to go on with the run from here. Collective on `world`."""
-    flag = np.array([files is not None and files.is_to_be_left()], dtype=np.uint8)
-    world.Bcast(flag, root=0)
-    return bool(flag[0])
+def decide(world: MPI.Comm, files: RunDirectory | None, due: bool) -> tuple[bool, bool]:
+    """Return whether another job goes on with the run from here, and whether rank 0 finds a
+    checkpoint `due`. Collective on `world`.
+    """
+    flags = np.array([files is not None and files.is_to_be_left(), due], dtype=np.uint8)
+    world.Bcast(flags, root=0)
+    return bool(flags[0]), bool(flags[1])
 
 
 def recorded(

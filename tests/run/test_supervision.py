@@ -62,11 +62,11 @@ def test_a_consensus_that_is_not_finite_enters_no_checkpoint(tmp_path, monkeypat
     real, spoilt = supervision.checkpoint.save, []
     due = Checkpoints.due
 
-    def overflow(self, world, iteration: int) -> bool:
+    def overflow(self, iteration: int) -> bool:
         if iteration == 3 and not spoilt:
             spoilt.append(contexts[0].state.z)
             contexts[0].state.z[0] = torch.inf
-        return due(self, world, iteration)
+        return due(self, iteration)
 
     def save(topology, files, context) -> None:
         assert torch.isfinite(context.state.z).all()
@@ -282,7 +282,7 @@ def test_automatic_checkpoints_cost_little(monkeypatch):
     checkpoints = Checkpoints("auto")
     for iteration in range(1, 1001):
         now[0] += 7.0
-        if checkpoints.due(MPI.COMM_SELF, iteration):
+        if checkpoints.due(iteration):
             now[0] += 2.0
             checkpoints.note(2.0)
     assert checkpoints.seconds == 2.0 * checkpoints.count
@@ -292,7 +292,7 @@ def test_automatic_checkpoints_cost_little(monkeypatch):
 @pytest.mark.parametrize(("every", "expected"), [("off", []), ("3", [3, 6, 9]), ("4", [4, 8])])
 def test_checkpoints_are_due_as_asked(every, expected):
     checkpoints = Checkpoints(every)
-    due = [i for i in range(1, 10) if checkpoints.due(MPI.COMM_SELF, i)]
+    due = [i for i in range(1, 10) if checkpoints.due(i)]
     assert due == expected
 
 
