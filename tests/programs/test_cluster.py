@@ -5,6 +5,7 @@ Needs root, iproute2 and Slurm; .ci/run installs them where it may.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -346,6 +347,31 @@ def test_an_allocation_goes_on_without_a_node(hosts, slurm, tmp_path):
     assert line["left"] == [hosts.hosts[1].name] and line["ranks"] == 2
     assert line["iteration"] > 1 and line["lost_iterations"] <= 1
     assert [record["iteration"] for record in repeatable_metrics(run)] == list(range(1, 31))
+
+
+@pytest.mark.long
+def test_an_allocation_takes_a_node_in_again_whose_link_was_cut(hosts, slurm, tmp_path):
+    flags = [*LONGER, "--outer-iterations", "60", "--evaluate-every", "60", "--timeout", "15"]
+    flags += ["--checkpoint-every", "1"]
+    job = submit(hosts, slurm, tmp_path, 2, "elastic", flags)
+    run, changes = job.run, job.run / "nodes.jsonl"
+
+    wait_for(lambda: list(run.glob("checkpoints/000002-iteration-*[0-9]")), log=job.log)
+    # The script runs on the first one.
+    name = re.search(r"starting on 2 of 2 hosts: \S+, (\S+)", job.log())[1]
+    lost = next(host for host in hosts.hosts if host.name == name)
+    machines.set_link(hosts, lost, "down")
+    try:
+        wait_for(lambda: changes.exists() and changes.read_text().endswith("\n"), log=job.log)
+    finally:
+        machines.set_link(hosts, lost, "up")
+    wait_for(lambda: summary(run).get("status") == "completed", log=job.log)
+    left, joined = map(json.loads, changes.read_text().splitlines())
+    assert left["left"] == [lost.name] and left["ranks"] == 2
+    # Its job stood by beside the one that ran.
+    assert joined["joined"] == [lost.name] and joined["ranks"] == 4
+    assert joined["lost_iterations"] == 0 and "standing by" in job.log()
+    assert [record["iteration"] for record in repeatable_metrics(run)] == list(range(1, 61))
 
 
 @pytest.mark.long
