@@ -51,8 +51,9 @@ RESUME = "--resume"
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 {host} true"
 # How often to look at the job, and at hosts that do not answer.
 LOOK_S, PROBE_EVERY_S = 0.1, 5.0
-# From when the ranks have said that they end the job until its launcher has to be gone.
-END_S = 15.0
+# From when the ranks have left the job, or have said that they abort it, until its launcher has to
+# be gone: Open MPI's waits for ever for a host that is cut off.
+END_S, ABORT_S = 15.0, 6.0
 # Between SIGTERM and SIGKILL.
 KILL_S = 5.0
 # For a job to stand by: then the one before leaves without it, as where it has failed. And how long
@@ -390,9 +391,10 @@ def attend(
             probes, probed_at = start_probes(options.probe, missing), now
         elif probes and probes_are_over(probes, probed_at):
             back, probes, probed_at = close_probes(probes), {}, now
-        ended = taken or said_ended(run).exists() or is_complete(run, began)
+        aborted = said_ended(run).exists()
+        ended = taken or aborted or is_complete(run, began)
         ended_at = (ended_at or now) if ended else 0.0
-        if ended_at and now - ended_at > END_S:
+        if ended_at and now - ended_at > (ABORT_S if aborted else END_S):
             say("the ranks have ended the job; its launcher is ended too")
             end_group(job)
     close_probes(probes)

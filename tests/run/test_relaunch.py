@@ -245,7 +245,7 @@ def test_it_waits_for_enough_hosts(capfd):
 
 
 def test_a_launcher_that_outlives_its_ranks_is_killed(monkeypatch):
-    monkeypatch.setattr(relaunch, "END_S", 0.2)
+    monkeypatch.setattr(relaunch, "ABORT_S", 0.2)
     monkeypatch.setattr(relaunch, "KILL_S", 0.2)
     assert go("it 1, ended 1", "end 0") == 0
 
