@@ -48,7 +48,7 @@ TAKEN = f"elastic: taking over on {NODES} of {NODES}"
 DETECTOR = {"": "1", "_thread": "1", "_period": "0.25", "_timeout": "1"}
 TRAIN = (
     "--model drill:slow --dataset drill:digits --data-dir . --data-mode stream --batch-size 16 "
-    "--progress off --timeout 20"
+    "--progress off --timeout 15"
 )
 
 
