@@ -45,6 +45,7 @@ from prunex_mpi.run.hosts import (
     slurm_hosts,
     start_probes,
 )
+from prunex_mpi.run.watchdog import READING_S
 
 NAME = "prunex_mpi.elastic"
 RESUME = "--resume"
@@ -52,7 +53,8 @@ SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 {host} true"
 # How often to look at the job, and at hosts that do not answer.
 LOOK_S, PROBE_EVERY_S = 0.1, 5.0
 # From when the ranks have left the job, or have said that they abort it, until its launcher has to
-# be gone: Open MPI's waits for ever for a host that is cut off.
+# be gone: Open MPI's waits for ever for a host that is cut off. The rank that reports reads the
+# record of each other one meanwhile.
 END_S, ABORT_S = 15.0, 6.0
 # Between SIGTERM and SIGKILL.
 KILL_S = 5.0
@@ -341,6 +343,7 @@ def attend(
     following: Following | None = None
     left_at = 0.0
     missing = [name for name in options.hosts if name not in hosts]
+    abort_s = ABORT_S + READING_S * sum(options.hosts[name] for name in hosts)
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
     ended_at, probed_at = 0.0, time.monotonic()
@@ -394,7 +397,7 @@ def attend(
         aborted = said_ended(run).exists()
         ended = taken or aborted or is_complete(run, began)
         ended_at = (ended_at or now) if ended else 0.0
-        if ended_at and now - ended_at > (ABORT_S if aborted else END_S):
+        if ended_at and now - ended_at > (abort_s if aborted else END_S):
             say("the ranks have ended the job; its launcher is ended too")
             end_group(job)
     close_probes(probes)
