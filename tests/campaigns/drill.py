@@ -286,14 +286,15 @@ def drill(
             bring_back(made, run, away, name)
     for host in made.hosts:
         machines.kill_processes(host.name)
-    judge(outcome, job.returncode, folder, (iterations, steps))
+    judge(outcome, job.returncode, folder, iterations, steps)
     return outcome
 
 
-def judge(outcome: Outcome, code: int, folder: Path, length: tuple[int, int]) -> None:
-    """Read from the run's files what it has reached of its `length`, outer iterations and the steps
-    of one, and whether that is what it says."""
-    iterations, steps = length
+def judge(outcome: Outcome, code: int, folder: Path, iterations: int, steps: int) -> None:
+    """Read from the run's files what it has reached, and whether that is what it says.
+
+    It was to have so many `iterations` of `steps` local steps.
+    """
     run = folder / "run"
     summary = run / "summary.json"
     found = json.loads(summary.read_text()) if summary.exists() else {}
