@@ -188,17 +188,15 @@ def shrink_(settings: Settings, rate: float, decayed: Pairs) -> None:
         torch._foreach_add_(gradients, values, alpha=settings.weight_decay)
 
 
-def loss_sums(context: RunContext) -> Tensor:
-    """Return the sum of this outer iteration's losses so far and their count, on theta's device."""
-    position = context.state.position
-    sums = torch.tensor([position.loss_sum, position.loss_count], dtype=torch.float64)
-    context.state.losses = sums.to(context.state.theta.device)
-    return context.state.losses
+def begin_losses_(state: State) -> None:
+    """Put the sum of this outer iteration's losses so far and their count on theta's device."""
+    so_far = [state.position.loss_sum, state.position.loss_count]
+    state.losses = torch.tensor(so_far, dtype=torch.float64).to(state.theta.device)
 
 
-def add_loss_(sums: Tensor, loss: Tensor, context: RunContext) -> None:
-    """Add one loss to `sums`."""
-    total, counted = sums
+def add_loss_(context: RunContext, loss: Tensor) -> None:
+    """Add the loss of one step to the sum of this outer iteration's."""
+    total, counted = context.state.losses
     if context.settings.amp == "fp16":
         # The scaler skips steps that overflow; their loss says nothing.
         finite = torch.isfinite(loss)
@@ -209,7 +207,7 @@ def add_loss_(sums: Tensor, loss: Tensor, context: RunContext) -> None:
         counted += 1
 
 
-def stops_here(context: RunContext, losses: Tensor, started: float) -> bool:
+def stops_here(context: RunContext, started: float) -> bool:
     """Return whether all ranks leave before the next step; note then where phase 1 stands.
 
     `started` is when this job's part of the phase began. Collective where the run can be stopped.
@@ -225,6 +223,6 @@ def stops_here(context: RunContext, losses: Tensor, started: float) -> bool:
         position.clock.note("message", "Iallreduce of who has to stop", asked)
     if not reached:
         return False
-    position.loss_sum, position.loss_count = losses.tolist()
+    position.loss_sum, position.loss_count = context.state.losses.tolist()
     position.clock.earlier += time.perf_counter() - started
     return True

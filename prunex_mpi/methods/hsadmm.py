@@ -57,10 +57,10 @@ from prunex_mpi.core.statistics import average_in_node_, find_reference_
 from prunex_mpi.core.steps import (
     add_loss_,
     averaging,
+    begin_losses_,
     clip_,
     finish_average_,
     forward_backward,
-    loss_sums,
     share_decay_,
     step_optimizer_,
     stops_here,
@@ -155,9 +155,10 @@ def local_computation(
     to stop, before the step at which `position` then is.
     """
     state, settings, position = context.state, context.settings, context.state.position
-    losses, started = loss_sums(context), time.perf_counter()
+    started = time.perf_counter()
+    begin_losses_(state)
     if position.step == 0:
-        if stops_here(context, losses, started):
+        if stops_here(context, started):
             return None
         remove_dropped_(context, averager)
         # A part of z is taken over as soon as it has been sent.
@@ -177,7 +178,7 @@ def local_computation(
     context.problem.model.train()
     steps = local_steps(context)
     while position.step < steps:
-        if position.step and stops_here(context, losses, started):
+        if position.step and stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
         stepped = time.perf_counter()
@@ -198,7 +199,7 @@ def local_computation(
         if state.frozen and settings.optimizer == "muon":
             # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
             masks.mask_views_(weights, state.factors)
-        add_loss_(losses, loss, context)
+        add_loss_(context, loss)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)
         if wires is not None and (number := part_after_step(context)):
@@ -208,7 +209,7 @@ def local_computation(
                 send_part_(wires, context, number, behind=context.behind is not None)
     if position.under_way:
         z_arrives(context)
-    return float(losses[0] / losses[1])
+    return float(state.losses[0] / state.losses[1])
 
 
 # --------------------------------------------------------------------------------------------------

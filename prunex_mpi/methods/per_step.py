@@ -115,7 +115,7 @@ def train_steps(
     # Lion's is decoupled: its momentum is on the workers, and the optimizer has none.
     decay = 0.0 if settings.method.own_decay else settings.weight_decay
     decayed = steps.share_decay_(context, decay)
-    losses = steps.loss_sums(context)
+    steps.begin_losses_(state)
     started = time.perf_counter()
     prune_(code, wires, context, done=position.iteration - 1)
     start_ = None
@@ -123,7 +123,7 @@ def train_steps(
         start_ = partial(code.start_gradient_, wires, space, context)
     context.problem.model.train()
     while position.step < context.problem.steps:
-        if steps.stops_here(context, losses, started):
+        if steps.stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
         stepped = time.perf_counter()
@@ -134,10 +134,10 @@ def train_steps(
         state.scaler.unscale_(state.optimizer)
         steps.clip_(context)
         steps.step_optimizer_(context, decayed)
-        steps.add_loss_(losses, loss, context)
+        steps.add_loss_(context, loss)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)
-    return float(losses[0] / losses[1])
+    return float(state.losses[0] / state.losses[1])
 
 
 def average_gradient_(
