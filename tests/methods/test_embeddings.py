@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 ROWS, WIDTH = 403, 8
 
 
-def drawn(share):
+def drawn(share, width=WIDTH):
     """Return a pattern: the gradients of all workers, each with its own `share` of rows."""
 
     def pattern(workers):
         generator = torch.Generator().manual_seed(5)
-        given = torch.randn(workers, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        given = torch.randn(workers, ROWS, width, generator=generator, dtype=torch.float64)
         for worker, rows in enumerate(given):
             untouched = torch.randperm(ROWS, generator=generator)[round(share * ROWS) :]
             # Zeros of both signs.
@@ -70,6 +70,8 @@ PATTERNS = {
     "none in common": changed(keep_apart_),
     "one worker's alone": changed(lambda given: given[1:].zero_()),
     "sums of zero": changed(cancel_),
+    # Fewer columns than four workers.
+    "narrow": drawn(0.1, width=3),
     "no numbers": changed(lambda given: given[-1, 5].fill_(float("nan"))),
 }
 
@@ -87,25 +89,26 @@ def by_rows(touched, union, rank, size):
 
 def by_columns(touched, union, rank, size):
     """Return what a worker of EmbRace hands over: others' columns, then the sums of its own."""
-    own = WIDTH * (rank + 1) // len(touched) - WIDTH * rank // len(touched)
+    width = size // 8
+    own = width * (rank + 1) // len(touched) - width * rank // len(touched)
     mine = touched[rank].sum()
-    return np.array([(mine * (WIDTH - own) + union.sum() * own) * size // WIDTH, mine * 4])
+    return np.array([(mine * (width - own) + union.sum() * own) * 8, mine * 4])
 
 
-def all_by_rows(touched, union):
+def all_by_rows(touched, union, width):
     """Return how many values and numbers Parallax sends: each row to its owner, each sum to all."""
     workers = len(touched)
     owned = sum(touched[r, r::workers].sum() for r in range(workers))
     rows = touched.sum() - owned + (workers - 1) * union.sum()
-    return rows * WIDTH, rows
+    return rows * width, rows
 
 
-def all_by_columns(touched, union):
+def all_by_columns(touched, union, width):
     """Return how many values and numbers EmbRace sends: each column likewise, numbers to all."""
     workers = len(touched)
-    ends = WIDTH * np.arange(workers + 1) // workers
-    left = (touched.sum(axis=1) * (WIDTH - np.diff(ends))).sum()
-    sums = (workers - 1) * union.sum() * WIDTH
+    ends = width * np.arange(workers + 1) // workers
+    left = (touched.sum(axis=1) * (width - np.diff(ends))).sum()
+    sums = (workers - 1) * union.sum() * width
     return left + sums, (workers - 1) * touched.sum()
 
 
@@ -125,26 +128,27 @@ def test_sums_are_dense_and_bytes_those_of_the_rows(code, pattern, workers):
         return
     method = code.__name__.rpartition(".")[2]
     by_hand, in_all, told = SENT[method]
-    model = nn.Sequential(nn.Embedding(ROWS, WIDTH)).double()
+    given = PATTERNS[pattern](workers)
+    width = given.shape[2]
+    model = nn.Sequential(nn.Embedding(ROWS, width)).double()
     context = make_context(make(method=method, **COMMON), model, RandomStream(0, torch.float64))
     wire = Wire(Counting(comm), 1 / workers, workers, SMALL_BUCKETS, Traffic(), Clock())
     space, grad = code.allocate(wire, context), context.state.grad
-    given = PATTERNS[pattern](workers)
     total = given.sum(dim=0)
     for _ in range(2):
         grad.copy_(given[comm.rank].flatten())
         code.exchange_(wire, space, context)
-        found = grad.cpu().view(ROWS, WIDTH)
+        found = grad.cpu().view(ROWS, width)
         torch.testing.assert_close(found, total, rtol=1e-13, atol=1e-13, equal_nan=True)
         assert len({*comm.allgather(found.numpy().tobytes())}) == 1
     touched, union = (given != 0).any(dim=2).numpy(), (total != 0).any(dim=1).numpy()
     if code == embrace:
         # Sums of zero go to all as well.
         union = touched.any(axis=0)
-    dense = np.array([8 * ROWS * WIDTH, 0])
+    dense = np.array([8 * ROWS * width, 0])
     # Nobody to save bytes for, or rows that are no fewer.
     whole = workers == 1 or pattern == "all"
-    mine = dense if whole else by_hand(touched, union, comm.rank, 8 * WIDTH)
+    mine = dense if whole else by_hand(touched, union, comm.rank, 8 * width)
     # How many rows, and of Parallax how many sums.
     before, after = told(workers)
     mine[1] += 4 * before + 4 * after * (not whole)
@@ -153,11 +157,11 @@ def test_sums_are_dense_and_bytes_those_of_the_rows(code, pattern, workers):
     comm.Allreduce(MPI.IN_PLACE, sent)
     if not whole:
         assert wire.comm.positions == wire.traffic.mask
-        values, numbers = in_all(touched, union)
+        values, numbers = in_all(touched, union, width)
         counts = workers * (workers - 1) * (before + after)
         assert sent[1] == 2 * (8 * values + 4 * numbers + 4 * counts)
         # An Allreduce sends 2 (M - 1)/M of the embedding, each of M workers.
-        assert sent[1] < 4 * (workers - 1) * 8 * ROWS * WIDTH
+        assert sent[1] < 4 * (workers - 1) * 8 * ROWS * width
         # Each count of a message is rounded down.
         assert 0 <= sent[1] - sent[0] < 0.01 * sent[1] + 500
     comm.Free()
