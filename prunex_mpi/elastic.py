@@ -7,7 +7,7 @@ process that knows neither MPI nor torch.
 import sys
 from collections.abc import Sequence
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.single_process import say_error
 from prunex_mpi.run.relaunch import NAME, keep_going, parse
 
@@ -19,6 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         say_error(NAME, error)
         return error.exit_code
+    except OSError as error:
+        say_error(NAME, UserError(str(error), FAILURE))
+        return FAILURE
 
 
 if __name__ == "__main__":

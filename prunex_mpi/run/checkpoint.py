@@ -233,8 +233,7 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
         run_collectively(world, partial(rewind, manifest["files"], refused))
         lost = False
         if other:
-            old_size = sum(manifest["node_sizes"])
-            lost = put_common(topology, parts, old_size, context)
+            lost = put_common(topology, parts, sum(manifest["node_sizes"]), context)
         else:
             put_all(topology, *part, context)
         dealt_out = other and any(key.startswith(OWN) for key in state.memory)

@@ -49,8 +49,10 @@ COMPLETE = ("completed", "converged")
 LENGTH = "outer-iterations"
 FOLDER = "tensorboard"
 FLUSH_S = 30
-# How often to look whether a run is free; how long that lasts without a word of the launcher.
+# How often to look whether a run is free; how long a launcher says nothing that is there no more.
 FREE_S, SILENCE_S = 0.05, 30.0
+# For who only looks whether a run is held to let go of its lock.
+LOOKED_AT_S = 2.0
 
 
 def check_run_dir(path: Path, resume: bool) -> None:
@@ -91,7 +93,8 @@ def is_held(run: Path) -> bool:
     """Return whether a job holds a run, as far as its file system can tell."""
     try:
         with open(run / "lock", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # An exclusive one NFS gives only to who may write.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
@@ -104,9 +107,9 @@ def stand_by(run: Path, going: Callable[[], None]) -> None:
     left the run, and it is free; call `going` meanwhile. Raises UserError.
 
     Free alone it is too when the first rank of that job is lost, until another one takes its place.
-    A launcher that was killed says nothing any more, and leaves the file.
+    The launcher touches the file all the while; one that was killed leaves it.
     """
-    file, held_at = run / NEXT, time.monotonic()
+    file, touched, heard_at = run / NEXT, 0.0, time.monotonic()
     try:
         if not file.exists():
             return
@@ -115,9 +118,12 @@ def stand_by(run: Path, going: Callable[[], None]) -> None:
         log.info("standing by until the job before has left %s", run)
         touch(run / READY)
         while (held := is_held(run)) or read_text(file) != GO:
-            now = time.monotonic()
-            held_at = now if held else held_at
-            if now - held_at > SILENCE_S:
+            now, before = time.monotonic(), touched
+            # Now that it has been read, which has NFS ask its server.
+            touched = file.stat().st_mtime
+            if held or touched != before:
+                heard_at = now
+            elif now - heard_at > SILENCE_S:
                 break
             going()
             time.sleep(FREE_S)
@@ -142,7 +148,7 @@ class RunDirectory:
         # What the run's length was, where this job makes it longer.
         self.former_length = 0
         self.records = {name: FileRecord() for name in LINES}
-        self.lock = FileLock(path / "lock", timeout=0)
+        self.lock = FileLock(path / "lock", timeout=LOOKED_AT_S)
         self.removal: threading.Thread | None = None
         self.removed = 0
         self.trace: TraceFile | None = None

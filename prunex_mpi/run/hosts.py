@@ -42,6 +42,8 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"`{shlex.join(command)}` failed ({error}); give --hosts") from None
     counts = [int(n) for n, times in TASKS.findall(tasks) for _ in range(int(times or 1))]
+    if len(names) != len(counts):
+        raise UserError("this step has a part of its Slurm job's hosts; give --hosts A:RANKS,...")
     return dict(zip(names, counts, strict=True))
 
 

@@ -44,7 +44,13 @@ def run(
     heartbeat.enter("start")
     started = kept.started if kept else time.time()
     set_up_logging(world.rank, world.size)
-    if not (kept and kept.began):
+    again = kept is not None and kept.began
+    if again:
+        # Where a rank was lost when all was done, those who are left may not know it.
+        code = code_of_ended(world, Path(settings.run_dir))
+        if code is not None:
+            return code
+    else:
         # Of those who are left there may be one.
         start.check_launched_together(world)
     versions = start.check_alike(world, settings)
@@ -72,7 +78,6 @@ def run(
         heartbeat.enter("data")
         known = read_contents(heartbeat)
         start.look_at_model(world, settings, known, heartbeat)
-        again = kept is not None and kept.began
         if settings.resume and not again:
             wait = partial(stand_by, world, settings)
             run_collectively_while(world, wait, heartbeat.go_on)
@@ -124,6 +129,9 @@ def run(
 
             # Last of all: a run that has a summary needs nothing more.
             run_collectively(world, lambda: telling_disk_errors(SUMMARY, end))
+            code = PREEMPTED if status == "preempted" else 0
+            if kept:
+                kept.code = code
             if status == "preempted":
                 log.info("stopped by %s: go on with --resume --run-dir %s", reason, path)
             elif world.rank == 0:
@@ -135,7 +143,7 @@ def run(
 
             # Nobody leaves while another may still need the job.
             run_collectively_while(world, wait, heartbeat.go_on)
-            return PREEMPTED if status == "preempted" else 0
+            return code
 
 
 def stand_by(world: MPI.Comm, settings: Settings, going: Callable[[], None]) -> None:
@@ -181,6 +189,18 @@ def open_run(
             return files
 
         yield path, run_collectively(world, take)
+
+
+def code_of_ended(world: MPI.Comm, run: Path) -> int | None:
+    """Return the exit code of a job that has said how it ended, else None. Collective on `world`.
+
+    One that goes on with a run removes what was said before.
+    """
+    found = run_collectively(world, lambda: {} if world.rank else directory.read_summary(run))
+    status = broadcast_text(world, found.get("status", ""))
+    if not status:
+        return None
+    return PREEMPTED if status == "preempted" else 0
 
 
 def is_complete(world: MPI.Comm, files: RunDirectory | None) -> bool:

@@ -79,11 +79,12 @@ def born(pid: int) -> str:
 class Snapshot:
     """What ranks had in common `at` (Unix time), before outer iteration `iteration`.
 
-    `sizes` are those of the files then.
+    `ranks` is how many, `sizes` are those of the files then.
     """
 
     at: float
     iteration: int
+    ranks: int
     tensors: Tensors
     numbers: Numbers
     left: str
@@ -111,7 +112,8 @@ class Kept:
     `settings` are those to go on with once the run has `began`, `made` the communicators in use,
     `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
     fewer nodes are left than a run may have, `apart` that nodes had gone on by themselves and those
-    outer iterations are lost with it; `changes` tell of all that was lost. But for times,
+    outer iterations are lost with it; `changes` tell of all that was lost. The run has ended with
+    the exit `code` once that is there. But for times,
     communicators, the `context` of the run and the `work` that this rank has taken out of it, it is
     the same everywhere; `steps` local steps of that are not lost.
     """
@@ -127,6 +129,7 @@ class Kept:
     too_few: bool = False
     apart: bool = False
     changes: list[dict[str, Any]] = field(default_factory=list)
+    code: int | None = None
     context: RunContext | None = None
     work: LocalWork | None = None
     steps: int = 0
@@ -140,7 +143,7 @@ def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> Non
     here = json.dumps([topology.node_index, socket.gethostname(), os.getpid(), born(os.getpid())])
     lines = broadcast_text(topology.world, "\n".join(gather_text(topology.world, here)))
     kept.members = [Member(*json.loads(line)) for line in lines.split("\n")]
-    kept.began, kept.context, kept.work = True, context, None
+    kept.began, kept.work = True, None
 
 
 def keep(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
@@ -159,7 +162,8 @@ def keep(topology: Topology, files: RunDirectory | None, context: RunContext, ke
         else:
             tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
     iteration = state.position.iteration
-    kept.snapshots.append(Snapshot(time.time(), iteration, tensors, numbers, left, sizes))
+    common = tensors, numbers, left, sizes
+    kept.snapshots.append(Snapshot(time.time(), iteration, topology.world_size, *common))
 
 
 def set_aside(kept: Kept) -> None:
@@ -260,7 +264,7 @@ def put_back(
         going()
         yield found[0].tensors, found[0].numbers
 
-    kept.apart = put_common(topology, parts, world.size, context)
+    kept.apart = put_common(topology, parts, found[0].ranks, context)
     if not digests_agree(world, bits_digest(state.z, state.spare)):
         raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
     kept.snapshots = found

@@ -8,6 +8,7 @@ a checkpoint once that stands by. What a run has reached is read from its files.
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -58,6 +59,8 @@ LOOK_S, PROBE_EVERY_S = 0.1, 5.0
 END_S, ABORT_S = 15.0, 6.0
 # Between SIGTERM and SIGKILL.
 KILL_S = 5.0
+# How often to tell a job that stands by that its launcher is there.
+TELL_S = 1.0
 # For a job to stand by: then the one before leaves without it, as where it has failed. And how long
 # before it is to go on it is started where its hosts are there.
 STAND_BY_S, AHEAD_S = 300.0, 30.0
@@ -165,6 +168,10 @@ def parse(argv: Sequence[str]) -> Options:
         raise UserError("the command must say where the hosts go: {hosts} or {names}; see --help")
     if "{host}" not in given.probe:
         raise UserError("--probe must say where the host's name goes: {host}")
+    try:
+        shlex.split(given.probe)
+    except ValueError as error:
+        raise UserError(f"--probe {quote(given.probe)}: {error}") from None
     hosts = read_hosts(given.hosts) if given.hosts else slurm_hosts(os.environ)
     check_range(given, "min_hosts", 1, len(hosts))
     check_range(given, "tries", 1, 99)
@@ -209,9 +216,17 @@ def keep_going(options: Options) -> int:
     """Start the job as often as it takes; return the exit code of the last one."""
     run, failures = options.run, 0
     change: Change | None = None
+    job: subprocess.Popen | None = None
     following: Following | None = None
+
+    def end_all() -> None:
+        # None is left where nothing was raised.
+        if job is not None and job.returncode is None:
+            end_group(job)
+        end_following(run, following)
+
     with asked_to_end() as asked, ExitStack() as exits:
-        exits.callback(lambda: end_following(run, following))
+        exits.callback(end_all)
         while True:
             if change is not None:
                 wait_until_free(run, asked, following)
@@ -224,7 +239,8 @@ def keep_going(options: Options) -> int:
                 hosts = wait_for_hosts(options, asked)
                 if asked.times:
                     return PREEMPTED
-                said_ended(run).unlink(missing_ok=True)
+                for path in (said_ended(run), run / NEXT, run / READY):
+                    path.unlink(missing_ok=True)
                 job, size = start(options, hosts, change is not None), size_of(run / METRICS)
                 what = "starting"
             say(f"{what} on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
@@ -245,7 +261,7 @@ def keep_going(options: Options) -> int:
             if reason:
                 say(f"the job ended with code {code}, and is not started again: {reason}")
                 return code or FAILURE
-            lost, seconds = what_is_lost(run)
+            lost, seconds = what_is_lost(run, end.at)
             if change is None:
                 change = Change(hosts, code, newest_checkpoint(run)[0], lost, seconds, end.at)
             say(f"the job ended with code {code}; {lost} outer iterations are done again")
@@ -315,6 +331,12 @@ def let_go(run: Path) -> None:
         write_durably(run / NEXT, GO)
 
 
+def stay_in_touch(run: Path) -> None:
+    """Tell a job that stands by that the launcher is there; a file that is gone stays so."""
+    with suppress(FileNotFoundError):
+        os.utime(run / NEXT)
+
+
 def has_ended(job: subprocess.Popen) -> bool:
     """Return whether a job has ended; its number is not free for others before it is waited for."""
     if job.returncode is not None:
@@ -347,10 +369,13 @@ def attend(
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
     ended_at, probed_at = 0.0, time.monotonic()
-    lost_at, due, told_bytes = 0.0, 0.0, size_of(run / NODES)
+    lost_at, due, told_bytes, told_at = 0.0, 0.0, size_of(run / NODES), 0.0
     while True:
         time.sleep(LOOK_S)
         over = has_ended(job)
+        if following is not None and time.monotonic() - told_at > TELL_S:
+            stay_in_touch(run)
+            told_at = time.monotonic()
         now, before, found = time.monotonic(), size, size_of(run / METRICS)
         taken = following is not None and not (run / NEXT).exists()
         # What the files tell from then on is of the job that stood by.
@@ -372,7 +397,7 @@ def attend(
             job.send_signal(signal.SIGUSR1) if not told else end_group(job)
             end_following(run, following)
             following, told = None, asked.times
-        elif back and following is None and not (regrows or told):
+        elif back and following is None and trained and not (regrows or told):
             say(f"{', '.join(back)} can be had again: starting the next job beside this one")
             all_there = [name for name in options.hosts if name in hosts or name in back]
             following = start_following(options, all_there)
@@ -408,6 +433,8 @@ def attend(
     if not taken and is_complete(run, began):
         # What ranks and launcher do after that is nothing to the run: MPI may fail to end.
         code = 0
+    elif not taken and has_left(run, began) and summary(run).get("status") == "preempted":
+        code = PREEMPTED
     code = code if code >= 0 else 128 - code
     at = left_at or time.time()
     # Who stands by is not to go on with a run that was told to leave at the same time.
@@ -519,14 +546,14 @@ def made_room(run: Path) -> bool:
     return summary(run).get("reason") == TAKEN_OVER
 
 
-def what_is_lost(run: Path) -> tuple[int, float]:
-    """Return how many finished outer iterations are done again, and the seconds since the last
-    checkpoint: theirs, and those of the one that was under way.
+def what_is_lost(run: Path, at: float) -> tuple[int, float]:
+    """Return how many finished outer iterations are done again, and the seconds from the last
+    checkpoint until the job ended: theirs, and those of the one that was under way.
     """
     iteration, _ = newest_checkpoint(run)
     lost = [seconds for k, seconds in records(run) if k >= iteration]
     with suppress(OSError):
-        return len(lost), sum(lost) + max(time.time() - (run / METRICS).stat().st_mtime, 0.0)
+        return len(lost), sum(lost) + max(at - (run / METRICS).stat().st_mtime, 0.0)
     return 0, 0.0
 
 

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpi4py import MPI
+
 from prunex_mpi.base.errors import one_line
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively_while
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_
@@ -313,10 +315,11 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, context: Run
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
-def put_common(topology: Topology, parts: Parts, old_size: int, context: RunContext) -> bool:
+def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext) -> bool:
     """Restore what ranks on other nodes have in common; return whether outer iterations are lost.
 
-    Those of nodes that were apart since z was agreed on. Collective on `world` and `node`.
+    Those of nodes that were apart since z was agreed on. There were as many `ranks` before, of
+    which `parts` are there. Collective on `world` and `node`.
     """
     world, settings, transport = topology.world, context.settings, context.transport
     state, problem = context.state, context.problem
@@ -330,10 +333,12 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
     own = [key for key in state.memory if key.startswith(OWN)]
     for key in own:
         state.memory[key].zero_()
+    given = np.zeros(1, dtype=np.int64)
 
     def add_up(going: Callable[[], None]) -> tuple[Tensors, Numbers]:
         first: tuple[Tensors, Numbers] = ({}, {})
         for tensors, numbers in parts(going):
+            given[0] += 1
             if world.rank == 0 and not first[0]:
                 first = tensors, numbers
             for key, buffer in buffers_of(problem).items():
@@ -347,9 +352,10 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
         return first
 
     first = run_collectively_while(world, add_up, context.heartbeat.go_on)
+    world.Allreduce(MPI.IN_PLACE, given)
     for mean in means.values():
         allreduce_(world, mean.view(-1), transport)
-        mean.div_(old_size)
+        mean.div_(given[0])
     allreduce_(world, stats, transport)
     order = len(first[0]["order"]) if first[0] else 0
     common = json.loads(broadcast_text(world, json.dumps({**first[1], "order": order})))
@@ -384,10 +390,10 @@ def put_common(topology: Topology, parts: Parts, old_size: int, context: RunCont
             buffer.copy_(first[0][key])
     for buffer in problem.model.buffers():
         broadcast_tensor_(world, buffer.detach(), transport)
-    batchnorm.as_plain_(state.bn_modules, stats.div_(old_size), zero)
+    batchnorm.as_plain_(state.bn_modules, stats.div_(given[0]), zero)
     batchnorm.write_plain(state.bn_modules, stats)
     _put_position(state.position, place)
-    samples = problem.train.samples_among(old_size, common["order"])
+    samples = problem.train.samples_among(ranks, common["order"])
     before = steps_of(settings, max(1, samples // problem.train.batch_size))
     recount_steps_(state.position, settings, before, problem.steps)
     begin_iteration(state.position)

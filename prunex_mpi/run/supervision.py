@@ -88,6 +88,8 @@ def train(
         exchanging_behind(topology, goes_behind_steps(settings), context.transport) as behind,
     ):
         context = replace(context, stop=stop, behind=behind)
+        if kept is not None:
+            kept.context = context
         received.training = True
         evaluate_initial(topology, files, context)
         with tracing(topology, files, context):

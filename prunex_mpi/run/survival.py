@@ -58,6 +58,9 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
             end_together(here, watchdog, error)
         except MPI.Exception as error:
             at = time.time()
+            if kept.code is not None:
+                # Another job may have the run by now.
+                end_at_once(kept.code)
             watchdog.leave_if_lost()
             # What was under way holds on to its memory as long as the error is there.
             left, stay, loss = shrink(here, kept, error)
@@ -93,9 +96,14 @@ def leave(world: MPI.Comm, watchdog: Watchdog, code: int) -> NoReturn:
     That waits for those who are lost, now and then for ever.
     """
     watchdog.close()
+    world.Barrier()
+    end_at_once(code)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this process without MPI_Finalize."""
     sys.stdout.flush()
     sys.stderr.flush()
-    world.Barrier()
     os._exit(code)
 
 
@@ -140,6 +148,10 @@ def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm,
         with suppress(MPI.Exception):
             ranks = np.zeros(left.size, dtype=np.int64)
             left.Allgather(np.array([world.rank], dtype=np.int64), ranks)
+            # A rank that was to learn that training begins may be one that does not know.
+            began = np.array([kept.began], dtype=np.int64)
+            left.Allreduce(MPI.IN_PLACE, began, op=MPI.MIN)
+            kept.began = bool(began[0])
             fence(kept, ranks.tolist())
             whole, loss = divide(kept, ranks.tolist(), world.size)
             stay = left.Split(0 if world.rank in whole else MPI.UNDEFINED, key=left.rank)

@@ -118,11 +118,14 @@ class Watchdog:
         self.ended.set()
         self.thread.join()
         if self.folder is not None:
-            os.close(self.file)
             with contextlib.suppress(OSError):
-                _path(self.folder, self.rank).unlink()
-                # The last rank to leave finds the folder empty.
-                self.folder.rmdir()
+                record = _path(self.folder, self.rank)
+                # Another job that has the run already has records of the same names.
+                if os.path.samestat(os.fstat(self.file), record.stat()):
+                    record.unlink()
+                    # The last rank to leave finds the folder empty.
+                    self.folder.rmdir()
+            os.close(self.file)
 
     def first_to_report(self) -> bool:
         """Return whether this rank, as far as it knows, is the first to report the end."""

@@ -13,8 +13,11 @@ from test_checkpoint import HELPERS, new_run
 from mpi4py import MPI
 
 from prunex_mpi.comm import topology as comm
+from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.core.statistics import find_reference_
+from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd
+from prunex_mpi.run import supervision
 from prunex_mpi.run.kept import Kept, begin, keep, put_back, set_aside
 
 pytestmark = [
@@ -55,6 +58,7 @@ def train_until_lost(topology, case, monkeypatch):
         monkeypatch.setattr(module, "find_reference_", fail_in_the_third)
     kept = Kept(run.settings)
     begin(topology, run.context, "", kept)
+    kept.context = run.context
     with pytest.raises(Lost):
         for _ in run.iterate():
             keep(topology, FILES, run.context, kept)
@@ -155,9 +159,18 @@ def test_ranks_that_were_slower_leave_it_at_their_steps(monkeypatch):
         if left == MPI.COMM_NULL:
             return
         kept.work = replace(kept.work, step=2 + left.rank % 2)
+        samples_among, asked = BatchStream.samples_among, []
+
+        def ask(stream, ranks, order):
+            asked.append(ranks)
+            return samples_among(stream, ranks, order)
+
+        monkeypatch.setattr(BatchStream, "samples_among", ask)
         with comm.nodes_of(left, 1) as smaller:
             run = go_on(smaller, "local-sgd", kept)
             assert run.state.position.step == (2 if left.size == 1 else 3)
+            # Steps so far are counted anew by those of as many ranks as there were.
+            assert asked[-1] == WORLD.size
             wanted = mean_over(left, kept.work.tensors["theta"])
             next(run.iterate())
             if left.size > 1:
@@ -174,3 +187,15 @@ def test_exchanges_behind_the_steps_in_parts_and_at_each_leave_nothing_of_its_ow
         kept = Kept(run.settings, context=run.context, work=SimpleNamespace())
         set_aside(kept)
         assert kept.work is None
+
+
+def test_what_is_kept_is_of_the_run_that_trains(monkeypatch):
+    found = []
+    monkeypatch.setattr(supervision, "evaluate_initial", lambda *_: None)
+    monkeypatch.setattr(supervision, "run_to_end", lambda *given: found.append(given[-1].context))
+    with nodes_of(1) as topology, HELPERS:
+        run = new_run(topology, "behind")
+        kept = Kept(run.settings)
+        context = replace(run.context, behind=None)
+        supervision.train(topology, None, context, None, ReceivedSignal(), None, kept)
+        assert found[0].behind is not None

@@ -71,6 +71,10 @@ for what, value in (word.split(" ") for word in plan[0].split(", ")):
         time.sleep(float(value))
     elif what == "told":
         leave("preempted", 75, reason=value)
+    elif what == "unsaid":
+        leave("preempted", 1, reason=value)
+    elif what == "blocked":
+        (run / "next").mkdir()
     elif what == "ended":
         (run / "heartbeats").mkdir(exist_ok=True)
         (run / "heartbeats/ended").touch()
@@ -154,7 +158,7 @@ def test_hosts_that_answer_again_are_taken_in_after_a_checkpoint():
         (["hold 0, up c, usr1 2", "exit 1", "hold 0, it 50, sleep 0.2, end 0"], 4),
         (["hold 0, up c, usr1 2", "sleep 60", "hold 0, it 50, sleep 0.2, end 0"], 4),
         # The job ends by itself first, with the run or without.
-        (["hold 0, up c, it 2, exit 1", "next 0, hold 0, it 50, sleep 0.2, end 0"], 3),
+        (["hold 0, up c, it 2, sleep 0.5, exit 1", "next 0, hold 0, it 50, sleep 0.2, end 0"], 3),
         (["hold 0, up c, it 2, ready 0, end 0", "next 0, hold 0, sleep 60"], 3),
     ],
 )
@@ -189,6 +193,36 @@ def test_who_stands_by_has_imported_the_users_modules(stands, monkeypatch, tmp_p
     assert not list(tmp_path.glob("next*"))
 
 
+def test_nobody_stands_by_for_a_job_that_does_not_train_yet(capfd):
+    lines = "down c, it 1, exit 1", "hold 0, up c, sleep 1, exit 1", "hold 0, it 50, end 0"
+    assert go(*lines) == 0
+    assert [words[1] for words in starts()] == ["a,b,c", "a,b", "a,b,c"]
+    assert "beside this one" not in capfd.readouterr().err
+
+
+def test_a_run_that_is_free_for_long_is_not_taken_while_the_launcher_lives(monkeypatch, tmp_path):
+    monkeypatch.setattr(directory, "SILENCE_S", 0.5)
+    (tmp_path / "lock").touch()
+    (tmp_path / "next").touch()
+    began = time.monotonic()
+
+    def going() -> None:
+        if time.monotonic() - began < 1.5:
+            relaunch.stay_in_touch(tmp_path)
+
+    directory.stand_by(tmp_path, going)
+    assert time.monotonic() - began > 1.9
+    # What has been taken away stays so.
+    relaunch.stay_in_touch(tmp_path)
+    assert not list(tmp_path.glob("next*"))
+
+
+def test_no_job_outlives_a_launcher_that_fails():
+    with pytest.raises(IsADirectoryError):
+        go("down c, it 1, exit 1", "hold 0, up c, blocked 0, usr1 2")
+    assert len(starts()) == 2 and not directory.is_held(Path("run"))
+
+
 def test_nobody_goes_on_where_the_job_before_is_told_to_leave():
     lines = "down c, it 1, exit 1", "hold 0, up c, it 2, ready 0, told SIGTERM", "next 0, sleep 60"
     assert go(*lines) == 75
@@ -204,6 +238,8 @@ def test_nobody_goes_on_where_the_job_before_is_told_to_leave():
         # Nothing is a success whose run is not complete.
         (["exit 0"] * 3, 1, 3, "no new checkpoint"),
         (["it 1, told SIGTERM"], 75, 1, "it was told to leave (SIGTERM)"),
+        # MPI has not come to its end.
+        (["it 1, unsaid SIGTERM"], 75, 1, "it was told to leave (SIGTERM)"),
         (["it 1, told node_1_lost:_--min-nodes", "end 0"], 0, 2, ""),
     ],
 )
@@ -290,6 +326,7 @@ def test_a_signal_goes_to_the_job_which_ends_with_a_checkpoint(number, tmp_path)
         ("--hosts a:0 -- mpirun {hosts} --run-dir r", "'a:0' is no host"),
         ("--hosts a;b -- mpirun {hosts} --run-dir r", "is no host"),
         ("--hosts a --min-hosts 2 -- mpirun {hosts} --run-dir r", "--min-hosts must be"),
+        ("--hosts a --probe '{host} -- mpirun {hosts} --run-dir r", "No closing quotation"),
         ("--hosts a --probe ping -- mpirun {hosts} --run-dir r", "--probe must say"),
         ("-- mpirun {hosts} --run-dir r", "which hosts?"),
     ],
@@ -314,3 +351,5 @@ def test_slurm_tells_hosts(monkeypatch, tmp_path):
     found = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),3"}
     assert slurm_hosts(found) == {"n1": 4, "n2": 4, "n3": 3}
     assert shutil.which("scontrol") == str(program)
+    with pytest.raises(UserError, match="give --hosts"):
+        slurm_hosts({**found, "SLURM_TASKS_PER_NODE": "4"})
