@@ -145,6 +145,7 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
         ("plan_four_nodes.toml", 4),
         ("plan_kernels.toml", 5),
         ("plan_small.toml", 3),
+        ("plan_pruned.toml", 5),
         ("plan_rates.toml", 6),
         ("plan_resnet18.toml", 11),
         ("plan_gpu.toml", 6),
