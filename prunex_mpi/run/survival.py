@@ -7,7 +7,6 @@ to themselves. Nodes of which a rank is missing leave as a whole. The others run
 smaller communicator, from what they keep in memory (`kept`).
 """
 
-import faulthandler
 import os
 import signal
 import socket
@@ -35,11 +34,12 @@ NAME = "prunex_mpi.train"
 ENABLED = "OMPI_MCA_mpi_ft_enable"
 # For a process that is killed to be gone, with what it holds.
 GONE_S, LOOK_S = 5.0, 0.01
-FINALIZE_S = 10.0
 
 
-def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: ReceivedSignal) -> int:
-    """Do what `job.run` does, again where nodes were lost; return the exit code.
+def run(
+    world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: ReceivedSignal
+) -> NoReturn:
+    """Do what `job.run` does, again where nodes were lost; leave with the exit code.
 
     Collective on `world`.
     """
@@ -47,11 +47,8 @@ def run(world: MPI.Comm, settings: Settings, watchdog: Watchdog, received: Recei
     kept, here = Kept(settings), world
     while True:
         try:
-            code = job.run(here, kept.settings, watchdog, received, kept)
-            if here is not world:
-                leave(here, watchdog, code)
-            finalize()
-            return code
+            kept.code = job.run(here, kept.settings, watchdog, received, kept)
+            leave(here, watchdog, kept.code)
         except UserError as error:
             if here is world:
                 raise
@@ -93,10 +90,12 @@ def check_support() -> None:
 def leave(world: MPI.Comm, watchdog: Watchdog, code: int) -> NoReturn:
     """End this process, with all that are left, without MPI_Finalize. Collective on `world`.
 
-    That waits for those who are lost, now and then for ever.
+    That waits for those who are lost, and with its detector of failures MPI may not come to it.
     """
     watchdog.close()
-    world.Barrier()
+    with suppress(MPI.Exception):
+        # Who has passed it has left, and counts as one that failed.
+        world.Barrier()
     end_at_once(code)
 
 
@@ -105,18 +104,6 @@ def end_at_once(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def finalize() -> None:
-    """End MPI, or this process with code 1: with its detector of failures MPI may not come to it.
-
-    Nobody has been lost. Collective on all ranks.
-    """
-    with open(os.devnull, "w") as nowhere:
-        # Not by a thread of Python: MPI.Finalize keeps the interpreter to itself.
-        faulthandler.dump_traceback_later(FINALIZE_S, exit=True, file=nowhere)
-        MPI.Finalize()
-        faulthandler.cancel_dump_traceback_later()
 
 
 def end_together(world: MPI.Comm, watchdog: Watchdog, error: UserError) -> NoReturn:

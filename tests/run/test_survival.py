@@ -115,6 +115,23 @@ def test_what_nodes_had_not_exchanged_is_not_lost(tmp_path):
     assert "node 1 lost: 2 nodes with 2 ranks go on from outer iteration 3, step 3, after" in text
 
 
+@pytest.mark.jobs
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fault",
+    [
+        # Before the others know that all is said, and when they do.
+        {"at": "prunex_mpi.run.job:telling_disk_errors", "side": "after"},
+        {"at": "prunex_mpi.run.survival:leave"},
+    ],
+)
+def test_a_run_that_is_over_is_not_begun_anew(fault, tmp_path):
+    code, text = run_with_fault(3, {"rank": 1, "call": 1, **fault}, [], tmp_path)
+    assert code == 0, text
+    assert_whole(tmp_path / "run")
+    assert "go on from" not in text and "Traceback" not in text
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("memory", [(), ("own.residual",)])
 def test_a_line_says_what_is_lost_with_a_node(apart, memory, caplog):
