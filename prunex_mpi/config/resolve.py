@@ -286,6 +286,7 @@ def resumed(
     stay at the iteration where they were. Raises UserError that names the first difference.
     """
     whole = {**saved, "resume": True}
+    given = _without_epochs({**whole, **(asked or {})}, given)
     if asked:
         given = _without_repeated({**whole, **asked}, given)
     before, after = flat_values(_resolve(dict(whole))), whole
@@ -314,6 +315,23 @@ def _differs(name: str, new: object, old: object) -> str:
         f"--{key_of(name)} {_plain(new)} differs from the run's {_plain(old)}; a resumed run keeps "
         "its settings: leave it away, or start a new run"
     )
+
+
+def _without_epochs(before: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what is `given`, with outer iterations in place of epochs of the run of `before`."""
+    if "epochs" not in given:
+        return given
+    values = {**before, "epochs": given["epochs"]}
+    _lay_over(values, {k: v for k, v in given.items() if k in ("local_epochs", "local_steps")})
+    _count_epochs(values, [given])
+    counted = values["outer_iterations"]
+    if before["local_steps"] == AUTO and counted != before["outer_iterations"]:
+        raise UserError(
+            "epochs differ from the run's, which has measured its local-steps; to make it longer "
+            "give outer-iterations"
+        )
+    rest = {name: value for name, value in given.items() if name != "epochs"}
+    return {**rest, "outer_iterations": counted} if given["epochs"] else rest
 
 
 def _without_repeated(asked: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

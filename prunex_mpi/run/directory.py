@@ -192,7 +192,9 @@ class RunDirectory:
                 f"with its weights: --init-from {self.path}"
             )
         self.former_length = table[LENGTH]
-        self.config = tomli_w.dumps({**table, LENGTH: length})
+        # Shares that are given again are of the length that they were resolved by.
+        asked = {LENGTH: table[LENGTH], **table.get("asked", {})}
+        self.config = tomli_w.dumps({**table, LENGTH: length, "asked": asked})
 
     def keep_length(self) -> None:
         """Write the configuration of a run that has become longer; raise OSError."""
@@ -272,7 +274,9 @@ class RunDirectory:
             self.records[name] = FileRecord(size, crc32)
             if (self.path / name).exists():
                 try:
-                    os.truncate(self.path / name, size)
+                    # Through no link: the folder may be somebody else's.
+                    with open(self.path / name, "r+b", opener=no_links) as file:
+                        file.truncate(size)
                 except OSError as error:
                     reason = f"{self.path / name} can't be cut: {error.strerror}; move it away"
                     raise UserError(reason, UNREADABLE) from None
@@ -347,7 +351,12 @@ def same_run(config: str, later: str) -> bool:
     try:
         before, after = tomllib.loads(config), tomllib.loads(later)
         longer = before.pop(LENGTH) <= after.pop(LENGTH)
-    except (tomllib.TOMLDecodeError, KeyError, TypeError):
+        for table in (before, after):
+            # What was asked for first, where the run has become longer.
+            asked = table.pop("asked", {})
+            asked.pop(LENGTH, None)
+            table["asked"] = asked
+    except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError):
         return False
     return longer and before == after
 

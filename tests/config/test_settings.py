@@ -361,6 +361,20 @@ def test_a_resumed_run_may_be_given_what_was_asked_for_and_measured_otherwise(tm
             (["--outer-iterations", "39"], "39 is fewer than the run's"),
         ):
             assert_refused(lambda given=(*again, *other): parse([*given]), words)
+        by_epochs = [*again, *flags[:-2], "--epochs"]
+        assert parse([*by_epochs, "32"]) == goes_on
+        assert_refused(lambda given=by_epochs: parse([*given, "50"]), "give outer-iterations")
+
+
+def test_a_resumed_run_may_be_given_its_length_in_epochs(tmp_path):
+    run = ["--run-dir", str(tmp_path)]
+    settings = parse([*run, "--epochs", "4"])
+    (tmp_path / "config.toml").write_text(to_toml(settings, {}), encoding="utf-8")
+    again = [*run, "--resume", "--epochs"]
+    assert settings.outer_iterations == parse([*again, "4"]).outer_iterations == 16
+    assert parse([*again, "8"]).outer_iterations == 32
+    assert_refused(lambda: parse([*again, "3"]), "12 is fewer than the run's 16")
+    assert_refused(lambda: parse([*again, "8", "--outer-iterations", "9"]), "both given")
 
 
 @pytest.mark.parametrize(

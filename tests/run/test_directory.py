@@ -111,6 +111,16 @@ def test_a_link_in_a_run_directory_leads_nowhere(tmp_path, name):
     assert own.read_text() == "kept"
 
 
+def test_what_is_cut_is_cut_through_no_link(tmp_path):
+    (tmp_path / "own").write_text("kept")
+    files = RunDirectory(tmp_path / "run", "config")
+    (tmp_path / "run/metrics.jsonl").symlink_to(tmp_path / "own")
+    with pytest.raises(UserError, match=r"metrics\.jsonl can't be cut"):
+        files.rewind({})
+    files.close()
+    assert (tmp_path / "own").read_text() == "kept"
+
+
 def test_scalars_go_through_no_link(tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "own").mkdir()
