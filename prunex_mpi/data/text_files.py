@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -95,9 +95,19 @@ def find_text_files(data_dir: str) -> list[Path]:
         if not path.exists():
             raise UserError(f"there is no text in {quote(data_dir, 250)}: {ADVICE}", UNREADABLE)
         return [path]
+
+    def refuse(error: OSError) -> NoReturn:
+        raise UserError(f"cannot read folder {error.filename}: {error.strerror}", UNREADABLE)
+
     found = []
-    for folder, folders, names in os.walk(path):
+    for folder, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if links := [name for name in folders if os.path.islink(Path(folder, name))]:
+            raise UserError(
+                f"folder {quote(str(Path(folder, links[0])), 250)} is a link, which is not "
+                "followed: put the files there, or give the folder that it names",
+                UNREADABLE,
+            )
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     if not found:
         raise UserError(f"folder {quote(data_dir, 250)} holds no file: {ADVICE}", UNREADABLE)

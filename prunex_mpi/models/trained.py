@@ -130,6 +130,9 @@ def find_torchvision_file(
     path = folder / os.path.basename(urlparse(weights.url).path)
 
     def fetch() -> None:
+        # What is there is whole: it gets its name last. And the cache may not be ours to write.
+        if path.exists():
+            return
         with FileLock(folder / f".{path.name}.lock"):
             if not path.exists():
                 prefix = torch.hub.HASH_REGEX.search(path.name)
@@ -137,7 +140,8 @@ def find_torchvision_file(
                 torch.hub.download_url_to_file(weights.url, str(path), digest, progress=False)
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
         # A partial download has a longer name.
         while_growing(lambda: folder.glob(f"{path.name}*"), going, fetch)
     # No network, no room, another file than was promised.

@@ -1,5 +1,6 @@
 """Read back what a run delivered, and refuse what is not as the run wrote it."""
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,9 +76,10 @@ def read_run(
     Raises UserError (UNREADABLE) for a run that did not end well, damaged files, a model whose
     source has changed, and missing data; UserError (USAGE) for a model that can't be built.
     """
-    if not path.is_dir():
+    # Unlike those of Path these say no where a folder may not be entered.
+    if not os.path.isdir(path):
         raise UserError(f"there is no run in {path}; give the folder of --run-dir", UNREADABLE)
-    if not (path / "config.toml").is_file():
+    if not os.path.isfile(path / "config.toml"):
         raise UserError(f"{path} is not the folder of a run: it has no config.toml", UNREADABLE)
     settings = resumed(read_saved(str(path)), {"data_dir": data_dir} if data_dir else {})
     config = f"{path}/config.toml"

@@ -120,7 +120,7 @@ def run(
                 write_last_checkpoint(topology, files, context, checkpoints)
                 heartbeat.enter("finish")
                 totals |= {"seconds_total": time.time() - started, "resumed": restores}
-                totals |= {"nodes": kept.changes} if kept else {}
+                totals |= {"changes": kept.changes} if kept else {}
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
 
             def end() -> None:

@@ -400,7 +400,9 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(common["scaler"])
     problem.train.reshuffle([settings.seed, world.rank, state.position.iteration])
-    torch.manual_seed((settings.seed + state.position.iteration) * world.size + world.rank)
+    torch.manual_seed(
+        ((settings.seed + state.position.iteration) * world.size + world.rank) % 2**63
+    )
     return lost
 
 

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,6 +57,18 @@ def test_the_files_of_a_folder_come_in_the_order_of_their_paths(tmp_path):
     assert bytes(all_tokens(folder)) == b"ZB"
     prepared = prepare(str(folder), "bytes")
     assert "3 files" in prepared.found and "a/empty to b.txt" in prepared.found
+
+
+def test_no_folder_of_text_is_left_out_in_silence(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "link").symlink_to(folder / "inside")
+    with pytest.raises(UserError, match="texts/link' is a link"):
+        find_text_files(str(folder))
+    (folder / "link").unlink()
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=PermissionError(13, "Denied", "inside")))
+    with pytest.raises(UserError, match="cannot read folder inside: Denied"):
+        find_text_files(str(folder))
 
 
 def test_bytes_are_the_files_themselves(tmp_path, scratch):

@@ -14,6 +14,7 @@ from torch.torch_version import TorchVersion
 
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.models import trained as weights
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Images
@@ -232,6 +233,8 @@ def test_torchvisions_weights_come_from_its_cache_with_their_normalisation(tmp_p
     find_torchvision_file("resnet18", lambda: calls.append(1))
     assert 5 <= len(calls) <= 8
     monkeypatch.setattr(torch.hub, "download_url_to_file", no_network)
+    # A cache that is not ours to write.
+    monkeypatch.setattr(weights, "FileLock", no_network)
     path, (mean, std) = find_torchvision_file("resnet18")
     assert path == cached
     assert mean == (0.485, 0.456, 0.406) and std == (0.229, 0.224, 0.225)

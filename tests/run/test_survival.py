@@ -96,7 +96,7 @@ def test_the_others_go_on_without_a_node_and_rank_0(tmp_path):
     code, text = run_with_fault(3, fault, ["--ranks-per-node", "2"], tmp_path)
     assert code == 0, text
     assert_whole(tmp_path / "run")
-    (change,) = summary(tmp_path / "run")["nodes"]
+    (change,) = summary(tmp_path / "run")["changes"]
     assert change["lost_nodes"] == [0] and change["lost_ranks"] == [0, 1]
     assert change["nodes"] == 1 and change["ranks"] == 1
     assert "rank 0 on" in text and "leaves, as its node is not whole" in text
@@ -163,7 +163,7 @@ def test_a_node_may_be_lost_at_any_time(tmp_path, place, rank):
     assert code == 0, text
     assert (tmp_path / "mark").exists()
     assert_whole(tmp_path / "run")
-    assert summary(tmp_path / "run")["nodes"][0]["lost_ranks"] == [rank]
+    assert summary(tmp_path / "run")["changes"][0]["lost_ranks"] == [rank]
 
 
 @pytest.mark.jobs
@@ -179,7 +179,7 @@ def test_another_node_may_be_lost_as_the_others_recover(tmp_path):
     assert job.returncode == 0, text
     assert (tmp_path / "mark").exists()
     assert summary(tmp_path / "run")["status"] == "completed"
-    assert summary(tmp_path / "run")["nodes"][-1]["ranks"] == 1
+    assert summary(tmp_path / "run")["changes"][-1]["ranks"] == 1
 
 
 @pytest.mark.jobs

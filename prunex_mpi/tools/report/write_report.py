@@ -1,5 +1,6 @@
 """Read what is to be shown, make the page, write it."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from prunex_mpi.tools.report.report_options import PAGE, Options
 def write_report(options: Options) -> None:
     """Write the page, and what else was asked for; raise UserError."""
     require_packages("report", "report", "matplotlib", "jinja2")
-    files = [source for source in options.sources if source.is_file()]
+    files = [source for source in options.sources if os.path.isfile(source)]
     if files and len(files) < len(options.sources):
         raise UserError("runs and comparisons don't fit on one page; show them one after the other")
     if len(options.sources) > MOST_CURVES:
