@@ -25,6 +25,9 @@ PERIOD_S = 1.0
 GROWTH = 8  # of the steps between two, at a time: the first steps may be untypical
 # What leaving takes besides the checkpoint: the next safe points, the files that end the run.
 MARGIN_S = 10.0
+# A signal this near the end is its herald: that of batch/*.sbatch comes two minutes before, and by
+# Slurm's clock up to one sooner.
+HERALD_S = 180.0
 INTERRUPTED = b"\nprunex_mpi: leaving with a checkpoint; Ctrl-C again ends at once\n"
 TIME_LIMIT, FAILED = 1000, 2000  # beyond every signal's number
 # What schedulers send before they kill (some SIGUSR2, or SIGXCPU), and Ctrl-C.
@@ -118,8 +121,11 @@ class StopAgreement:
     def _wanted(self) -> int:
         if self.failed:
             return FAILED
-        if self.deadline is None or self.received.number:
+        if self.deadline is None:
             return self.received.number
+        if self.received.number:
+            herald = not self.went_on and time.time() + HERALD_S > self.deadline
+            return TIME_LIMIT if herald else self.received.number
         return TIME_LIMIT if time.time() + self._needed() > self.deadline else 0
 
     def _needed(self) -> float:

@@ -79,7 +79,10 @@ def test_a_limit_that_leaves_no_time_to_train_is_refused():
         agreed(ReceivedSignal(), near, reserve_s=70)
     received = ReceivedSignal()
     received.number = signal.SIGUSR1
-    assert agreed(received, time.time() + 10) == "SIGUSR1"
+    assert agreed(received, time.time() + 300) == "SIGUSR1"
+    with pytest.raises(UserError, match="no time to train"):
+        # As batch/train.sbatch has it told.
+        agreed(received, time.time() + 115)
 
 
 def test_the_deadline_is_the_flag_s_or_slurm_s(monkeypatch):

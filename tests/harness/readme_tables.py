@@ -36,7 +36,7 @@ from prunex_mpi.research.compare.comparison_tables import (
     LINKS,
     quality_names,
     ranks_of,
-    seconds_to,
+    seconds_at,
 )
 from prunex_mpi.research.compare.outcomes import (
     Comparison,
@@ -194,7 +194,10 @@ def links_table(found: Comparison) -> str:
     rows = [
         (
             name,
-            *(f"{mean(seconds_to(m, m.curve[-1], g) for m in ran):,.1f}" for g in LINKS.values()),
+            *(
+                f"{mean(seconds_at(g, m, m.local_s + m.own_s, m.sent_bytes) for m in ran):,.1f}"
+                for g in LINKS.values()
+            ),
         )
         for name, runs in by_row(found.outcomes).items()
         if (ran := ended(runs))

@@ -77,13 +77,18 @@ def test_a_curve_adds_up_what_was_sent_and_leaves_evaluations_out():
         {
             "iteration": k,
             "bytes": {"sent": 10},
-            "seconds": {"total": 5.0, "evaluate": 1.0, "inter": 3.0},
+            "seconds": {
+                **{"total": 5.5, "evaluate": 1.0, "local": 1.5},
+                **{"intra": 0.5, "project": 0.0, "inter": 2.0, "dual": 0.5},
+            },
+            # Waiting for a slower rank is no computing, coding is.
+            "exchange": {"local": 0.5, "intra": 0.5, "inter": 1.5, "dual": 0.5},
             "val_accuracy": accuracy,
             "val_loss": accuracy and 2.0,
         }
         for k, accuracy in ((1, None), (2, 0.5), (3, 0.75))
     ]
-    points = Point(2, 20, 8.0, 0.5, 2.0, 2.0), Point(3, 30, 12.0, 0.75, 2.0, 3.0)
+    points = Point(2, 20, 9.0, 0.5, 2.0, 3.0), Point(3, 30, 13.5, 0.75, 2.0, 4.5)
     assert curve_of(records) == points
     # Where networks have a loss alone.
     for record in records:

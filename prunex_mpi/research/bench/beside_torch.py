@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from mpi4py import MPI
 
 from prunex_mpi.base.tables import Table
-from prunex_mpi.comm.agreement import broadcast_text, run_collectively
+from prunex_mpi.comm.agreement import broadcast_text, gather_text, run_collectively
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.loading import load_dataset
+from prunex_mpi.core.loading import gpu_identity, load_dataset
 from prunex_mpi.core.problem import build_problem, make_model
 from prunex_mpi.core.state import Problem, next_iteration, wires_of
 from prunex_mpi.core.steps import averaging
@@ -73,12 +73,10 @@ def compare_with_ddp(bench: Bench) -> Table:
 
 def choose_backend(bench: Bench) -> str:
     """Return nccl where each rank has a GPU of its own, else gloo, alike on all. Collective."""
-    world = bench.topology.world
-    host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
-    own = np.array([bench.device.type == "cuda" and host.size <= torch.cuda.device_count()])
-    host.Free()
-    world.Allreduce(MPI.IN_PLACE, own, op=MPI.LAND)
-    return "nccl" if own[0] else "gloo"
+    gpu = gpu_identity(bench.device) if bench.device.type == "cuda" else ""
+    gpus = gather_text(bench.topology.world, gpu)
+    apart = all(gpus) and len({*gpus}) == len(gpus)
+    return "nccl" if broadcast_text(bench.topology.world, "apart" if apart else "") else "gloo"
 
 
 def measure(bench: Bench, model_name: str, backend: str) -> tuple[dict[str, np.ndarray], float]:

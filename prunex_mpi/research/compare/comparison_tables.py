@@ -171,18 +171,19 @@ def target_table(found: Comparison, target: float) -> Table:
     rows = []
     for row, runs in by_row(found.outcomes).items():
         reached = [(m, point) for m in ended(runs) if (point := first_held(m.curve, target))]
-        costs = [
-            (point.sent_bytes / MIB, *(seconds_to(m, point, gbit) for gbit in LINKS.values()))
-            for m, point in reached
-        ]
-        means = map(mean, zip(*costs, strict=True)) if costs else [None] * (1 + len(LINKS))
-        rows.append((row, f"{len(reached)} of {len(runs)}", *means))
+        sent = mean(point.sent_bytes for _, point in reached) / MIB if reached else None
+        timed = [(m, p.compute_s, p.sent_bytes) for m, p in reached if p.compute_s is not None]
+        seconds = (
+            mean(seconds_at(gbit, *run) for run in timed) if timed else None
+            for gbit in LINKS.values()
+        )
+        rows.append((row, f"{len(reached)} of {len(runs)}", sent, *seconds))
     what = f"{100 * target:g} % accuracy" if measures_accuracy(found) else f"a loss of {target:g}"
     notes = (
         "the first evaluation on held-out data that reaches it, held at the next one; means over "
         "the seeds that do",
         "seconds: those of computing, as measured, and the bytes at the link's rate, of which "
-        "overlapping steps hide what they can; latency is not counted",
+        "overlapping steps hide what they can; latency is not counted; - where they were not kept",
     )
     columns = ("row", "seeds", "sent MiB", *(f"s at {name}" for name in LINKS))
     return Table(f"To {what}", columns, tuple(rows), notes)
@@ -196,10 +197,9 @@ def first_held(curve: Sequence[Point], target: float) -> Point | None:
     return None
 
 
-def seconds_to(measured: Measured, point: Point, gbit: float) -> float:
-    """Return the seconds to a point of a run on a link of so many 10^9 bits per second."""
-    hidden = measured.hidden * point.compute_s
-    return point.compute_s + max(0.0, wire_s(gbit, point.sent_bytes) - hidden)
+def seconds_at(gbit: float, measured: Measured, compute_s: float, sent_bytes: int) -> float:
+    """Return the seconds that a part of a run takes on a link of so many 10^9 bits per second."""
+    return compute_s + max(0.0, wire_s(gbit, sent_bytes) - measured.hidden * compute_s)
 
 
 def measured_table(outcomes: Sequence[Outcome]) -> Table:

@@ -46,7 +46,7 @@ class Quality:
 class Point:
     """Where a run was when it was evaluated: bytes that had left a node, seconds of training.
 
-    `compute_s` are those without the exchange between nodes; files of before have none.
+    `compute_s` are those without messages; files of before have none.
     """
 
     iteration: int

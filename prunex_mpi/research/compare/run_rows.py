@@ -23,7 +23,7 @@ from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
-from prunex_mpi.config.resolve import to_toml
+from prunex_mpi.config.resolve import FIELDS, to_toml
 from prunex_mpi.core.evaluation import Judged, delivered
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import make_groups, make_model
@@ -32,6 +32,7 @@ from prunex_mpi.core.state import RunContext, State, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.facts import recorded_versions
+from prunex_mpi.diagnosis.machine import describe_machine
 from prunex_mpi.methods.exchanges import metadata_bytes, operations_of
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import Layout, build_layout
@@ -46,6 +47,7 @@ from prunex_mpi.run.start import assemble, log_warnings
 from prunex_mpi.run.summary import add_up
 from prunex_mpi.run.supervision import check_exchange, goes_behind_steps, progress_of, recorded
 from prunex_mpi.settings.fields import Settings, key_of
+from prunex_mpi.settings.values import left_open
 from prunex_mpi.tools.export_run import smaller
 from prunex_mpi.tools.timing import Action, wall_times
 
@@ -106,6 +108,7 @@ def train(
     folder = bench.options.folder
     path = Path(folder) / name if folder and keep else None
     place = {
+        "machine": describe_machine(bench.device),
         "ranks on nodes": " ".join(map(str, bench.topology.node_sizes)),
         "versions": ", ".join(f"{key} {value}" for key, value in recorded_versions().items()),
         "data": f"{dataset.train_total} and {dataset.val_total} images {dataset.digest}".strip(),
@@ -113,7 +116,10 @@ def train(
     where = bench.topology.world, folder, name, settings, place
     outcome = kept_runs.find_kept(*where, bench.revealed) if folder else None
     if outcome is None:
-        told = {key_of(key): told_of(value) for key, value in point.items()}
+        told = {
+            key_of(key): "auto" if left_open(FIELDS[key], value) else told_of(value)
+            for key, value in point.items()
+        }
         try:
             outcome = run_one(bench, settings, dataset, row.name, path, keep)
             outcome = replace(outcome, point=told)
@@ -130,6 +136,8 @@ def told_of(value: object) -> float | str:
     """Return a value of a grid as JSON holds it."""
     if isinstance(value, tuple):
         return " ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
     return value if isinstance(value, int | float) else str(value)
 
 
@@ -392,7 +400,7 @@ def curve_of(records: list[dict[str, Any]]) -> tuple[Point, ...]:
         spent = record["seconds"]
         sent += record["bytes"]["sent"]
         seconds += spent["total"] - spent["evaluate"]
-        compute += spent["total"] - spent["evaluate"] - spent["inter"]
+        compute += sum(split_seconds([record])[1:])
         if quality := quality_of(record):
             where = record["iteration"], sent, seconds
             found.append(Point(*where, quality.accuracy, quality.loss, compute))

@@ -108,9 +108,14 @@ class Run:
 
         A run with held-out data tests its best network when it ends.
         """
-        tested = self.summary.get(f"test_{self.measure.key}")
-        if isinstance(tested, int | float):
-            return self.measure.scale * float(tested)
+        # A run of a comparison knows its best network by the data held out alone.
+        validation = self.summary.get("validation") or {}
+        for best in (
+            self.summary.get(f"test_{self.measure.key}"),
+            validation.get(self.measure.key),
+        ):
+            if isinstance(best, int | float):
+                return self.measure.scale * float(best)
         known = self.judged[np.isfinite(self.judged)]
         return float(known[-1]) if len(known) else float("nan")
 
