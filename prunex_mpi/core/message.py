@@ -70,13 +70,11 @@ def fill_message_(
             torch.index_select(state.stats, 0, kept, out=statistics)
             statistics.mul_(leader.weight)
     size = state.payload.element_size()
-    # A plan's sizes are NumPy's, which JSON does not know.
-    numels = int(part.plan.numel), kept.numel()
+    numels = part.plan.numel, kept.numel()
     travelling = message_bytes(payload if coded else "fp32", *numels, size)
-    place = part.place
-    dense = state.whole.layout.numel if not part.number else place.stop - place.start
-    dense += state.whole.stats if kept.numel() or not part.number else 0
-    state.position.traffic.dense += dense * size
+    if not part.number or part.number == len(state.parts[1]):
+        # Of the network as it was, whatever its parts have lost.
+        state.position.traffic.dense += (state.whole.layout.numel + state.whole.stats) * size
     summed = sum(block.nbytes for block in state.blocks(part)) if coded else 0
     return leader.count(travelling, summed=summed) | node.count(travelling)
 
@@ -98,9 +96,12 @@ def _make_room_(state: State, payload: str, leader: Wire, part: Part) -> None:
     known = [c.numel for c in state.coded] if state.coded else []
     enough = [n >= m for n, m in zip(known, lengths, strict=False)]
     if known != lengths and not (part.number and known and all(enough)):
-        ways = zip((payload, STATISTICS), state.blocks(part), strict=True)
+        if part.number and known:
+            lengths = list(map(max, known, lengths))
+        ways = zip((payload, STATISTICS), lengths, strict=True)
         state.coded = tuple(
-            allocate_coded(way, block, leader.peers, leader.transport) for way, block in ways
+            allocate_coded(way, state.payload.new_empty(n), leader.peers, leader.transport)
+            for way, n in ways
         )
     if part.number and (state.waiting is None or state.waiting.numel() < lengths[0]):
         state.waiting = state.theta.new_empty(lengths[0])
@@ -265,11 +266,18 @@ def sent_in(iteration: int, number: int, settings: Settings) -> int:
 
 
 def arrive_(
-    state: State, settings: Settings, way: str, k: int, number: int = 0, behind: bool = False
+    state: State,
+    settings: Settings,
+    way: str,
+    k: int,
+    number: int = 0,
+    behind: bool = False,
+    late: bool = True,
 ) -> slice:
     """Take over the whole message, or part `number` of it, with what follows from a new z.
 
-    It has left in outer iteration `k`. Returns its place in flat vectors.
+    It has left in outer iteration `k`, and is `late` where that may be over. Returns its place in
+    flat vectors.
     """
     if number:
         part = state.parts_of_message(settings.fragments)[number - 1]
@@ -278,7 +286,8 @@ def arrive_(
         part = state.whole_message
         take_over_(state, way, behind=behind)
         outer_step_(state, settings, k)
-    if number in (0, settings.fragments):
+    if late and number in (0, settings.fragments):
+        # Else it is taken in at the end of its outer iteration.
         add_z_(state, settings)
     return part.place
 

@@ -73,7 +73,7 @@ def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> 
         return
     ways = leader.comm, node.comm, state, leader.transport, leader.clock
     exchange_message_(*ways, counted, part)
-    arrive_(state, settings, way, state.position.iteration, number)
+    arrive_(state, settings, way, state.position.iteration, number, late=False)
     state.theta[place].copy_(state.z[place])
 
 

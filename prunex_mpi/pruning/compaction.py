@@ -78,7 +78,8 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
             layer, found = by_segment[number]
             if not all(bits is None or bits.all() for bits in found):
                 shape, rows, channels = _view_of_kept(layer, found)
-                size = np.count_nonzero(rows) * np.count_nonzero(channels) * shape[2]
+                # No number of NumPy's, which JSON does not know.
+                size = int(np.count_nonzero(rows) * np.count_nonzero(channels) * shape[2])
                 kept = (_find_kept(bits, shape[2], device, known) for bits in (rows, channels))
                 piece = Piece(segment.offset, segment.numel, start, size, shape, *kept)
         last = pieces[-1] if pieces else None

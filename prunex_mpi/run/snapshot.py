@@ -36,6 +36,7 @@ from prunex_mpi.core.schedule import recount_steps_, steps_of
 from prunex_mpi.core.state import (
     EACH,
     OWN,
+    REST,
     Position,
     Problem,
     RunContext,
@@ -102,7 +103,8 @@ def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensor
 def common_contents(state: State, problem: Problem, complete: bool) -> tuple[Tensors, Numbers]:
     """Return what `put_common` needs of a rank of which nothing else may be left, no copies.
 
-    Where what was under way between the nodes is not `complete`, z is what it was before.
+    Where what was under way between the nodes is not `complete`, z is what it was before, and what
+    was offered then is lost: it is in what is left over, which the helper thread writes.
     """
     tensors = buffers_of(problem) | remembered(state.optimizer, state.theta)
     tensors |= state.memory | _fixed(problem)
@@ -114,6 +116,9 @@ def common_contents(state: State, problem: Problem, complete: bool) -> tuple[Ten
         tensors["message"] = state.payload
     elif state.position.under_way:
         numbers["position"]["under_way"] = ""
+        if REST in tensors:
+            rest = state.memory[REST]
+            tensors[REST] = rest.new_zeros(1).expand(rest.shape)
     return tensors, numbers
 
 

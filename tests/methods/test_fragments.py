@@ -1,5 +1,6 @@
 """Messages in parts (`--fragments`), against a simulation in one process."""
 
+import json
 from itertools import product
 
 import pytest
@@ -47,7 +48,7 @@ SCENARIOS |= {
 OFTEN = ("local-sgd", "diloco int4 behind alpha", "one-shot", "prunex int4 behind")
 
 
-def seldom():
+def seldom() -> list:
     """Yield scenario, fragments and ranks per node; two of each side by side are enough."""
     for name, fragments, ranks in product(SCENARIOS, (2, 3), (1, 2)):
         often = name in OFTEN and fragments - ranks == 1
@@ -125,6 +126,19 @@ def test_as_many_bytes_leave_as_at_once_and_no_more_than_a_part_between_two_step
     for first in range(3 * STEPS):
         window = [size for now, size in sent if first <= now < first + STEPS // 3]
         assert sum(window) < most
+
+
+def test_parts_of_a_network_that_has_become_smaller_are_measured_by_the_whole_one():
+    found = []
+    for fragments in (1, 3):
+        settings = make(**COMMON, **PRUNED, remove_dropped=True, fragments=fragments)
+        with nodes_of(1) as topology:
+            stream = RandomStream(WORLD.rank, torch.float64)
+            runs = run_driver(topology, settings, CoupledNet().double(), stream, STEPS)
+            counted = [json.loads(json.dumps(record["bytes"])) for record, _ in runs]
+        found.append([of["dense"] for of in counted])
+        assert counted[-1]["payload"] < counted[0]["payload"] or WORLD.size == 1
+    assert found[0] == found[1] == [found[0][0]] * 4
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def test_payload_of_real_networks_is_the_count_by_hand(name, stem, parameters):
         mask = select(energies, groups.kinds[0], strictness)
         plan = build_plan(layout, groups, mask, CPU)
         assert plan.numel + moving == expected + statistics
+        assert {type(n) for p in plan.pieces for n in (p.start, p.kept)} == {int}
     # Half of every convolution but the first; what is never pruned travels whole.
     assert dense - half == groups.prunable_numel // 2
 

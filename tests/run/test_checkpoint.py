@@ -31,7 +31,7 @@ from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.config.resolve import BY_NAME, make
-from prunex_mpi.core.evaluation import memory_of_ema
+from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem, make_groups
 from prunex_mpi.core.scores import SENSITIVITY, memory_of_scores
@@ -495,6 +495,17 @@ def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario, call):
         second.restore(files)
         assert records + list(second.iterate()) == expected
         assert_same(end, second)
+
+
+@pytest.mark.two_ranks
+def test_the_average_takes_in_each_z_once_in_parts_too():
+    counts = []
+    for fragments in (1, 2):
+        with nodes_of(1) as topology, HELPERS:
+            run = new_run(topology, "one-shot in parts", fragments=fragments)
+            list(run.iterate())
+            counts.append(int(run.state.memory[EMA_COUNT]))
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("scenario", ["recipe", "one-shot", "diloco"])
