@@ -3,9 +3,10 @@
 The leaders of M nodes stand in a shuffled circle. At step t, counted in a period of ceil(log2 M)
 steps, the one at place r sends the mean gradient of its node to place r + 2^t and receives that of
 place r - 2^t; its node takes its step along the mean of the two (pytorch/torchdistx,
-gossip_grad.py, dissemination). Each period has the next of M shuffles. So M nodes know of each
-other after a period, for one message a step, and drift apart meanwhile: theta and momentum are each
-node's own, and what is evaluated and delivered, z, is the mean over all ranks.
+gossip_grad.py, dissemination), whatever their numbers of ranks. Each period has the next of M
+shuffles. A gradient goes no further than to one other node, for one message a step, and nodes drift
+apart: theta and momentum are each node's own, and what is evaluated and delivered, z, is the mean
+over all ranks.
 """
 
 from typing import Any
