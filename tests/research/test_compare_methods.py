@@ -260,6 +260,10 @@ def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, 
     assert cells(tables["Comparison:"], "dense")["validation accuracy %"] is not None
     assert column(tables["To"], "seeds")
 
+    with pytest.raises(UserError, match="test"):
+        compared([*flags, "--reveal"], tmp_path)
+    with pytest.raises(UserError, match="finish it with --reveal"):
+        compared([*flags, "--resume"], tmp_path)
     on_rank_0(lambda: (images / "kept").rename(images / "test"))
     tables, place = compared([*flags, "--reveal"], tmp_path)
     assert len(trained) == 8

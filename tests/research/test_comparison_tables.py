@@ -92,6 +92,12 @@ def test_the_time_to_a_target_is_computing_and_bytes_on_a_link():
     assert dense["s at 1 Gbit/s"] == pytest.approx(8 + 0.032)
     assert behind["s at 20 Mbit/s"] == 8
     assert cells(target_table(comparison(runs), 0.95), "dense")["sent MiB"] is None
+    # Files of before do not tell computing from messages.
+    for run in runs:
+        curve = tuple(replace(p, compute_s=None) for p in run.measured.curve)
+        old = comparison([replace(run, measured=replace(run.measured, curve=curve))])
+        found = cells(target_table(old, 0.0), run.row)
+        assert found["sent MiB"] is not None and found["s at 20 Mbit/s"] is None
 
 
 def test_tables_hold_means_over_seeds_and_say_what_diverged():
