@@ -8,6 +8,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
 
 TRAIN_FLAGS=(--dataset digits --model resnet20 --ranks-per-node 2)
 
-prunex_install digits
+prunex_install digits report
 run_mpi 4 "$VENV_PYTHON" -m prunex_mpi.train \
     --run-dir "$ROOT/runs/quickstart-$(date +%Y%m%d-%H%M%S)" "${TRAIN_FLAGS[@]}" "$@"

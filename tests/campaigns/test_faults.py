@@ -614,6 +614,7 @@ def fault_before(what: str, rank: int, at: str, call: int) -> dict[str, Any]:
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long
 def test_a_killed_run_goes_on(tmp_path, reference_of):
     case = CASES[1]
     chain = Chain(case, tmp_path, 1, reference_of(case), Tally())

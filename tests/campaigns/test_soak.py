@@ -63,6 +63,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 @pytest.mark.parametrize("preset", ["recipe", "paper"])
 def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
     iterations = request.config.getoption("--soak-iterations")

@@ -34,7 +34,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(PACKAGE, root / "prunex_mpi", ignore=ignored)
     (root / "prunex_mpi" / "methods" / "sign.py").write_text(block("python"), encoding="utf-8")
     applied = subprocess.run(
-        ["git", "apply", "--unidiff-zero", "--recount", "-"],
+        ["git", "apply", "-"],
         cwd=root,
         input=block("diff"),
         capture_output=True,

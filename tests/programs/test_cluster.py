@@ -94,7 +94,7 @@ def count_sent(
 @pytest.mark.parametrize(
     ("tasks", "flags", "share"),
     [
-        ([2, 2], "", 0.53),
+        pytest.param([2, 2], "", 0.53, marks=pytest.mark.long),
         pytest.param([1, 1, 1], "--payload int4", 0.08, marks=pytest.mark.long),
         pytest.param([1, 1, 1], "", 0.53, marks=pytest.mark.long),
         pytest.param([2, 2], "--payload int8sum", 0.15, marks=pytest.mark.long),
