@@ -74,9 +74,9 @@ class SlimLayerNorm(nn.Module):
         slim, group = isinstance(module, SlimLayerNorm), isinstance(module, nn.GroupNorm)
         dim = module.dim if slim else None if group else norm_dim(module)
         known = slim or (module.num_groups == 1 if group else dim is not None)
-        if not known or num_features > module.weight.numel():
-            raise ValueError(f"a {type(module).__name__} can't be made {num_features} wide")
         width = module.width if slim else len(module.weight)
+        if not known or num_features > width:
+            raise ValueError(f"a {type(module).__name__} can't be made {num_features} wide")
         new = cls(num_features, width, module.eps, module.bias is not None, dim)
         new.to(module.weight).train(module.training)
         return new
@@ -216,7 +216,8 @@ class SlimAttention(nn.Module):
             module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn
         ):
             raise ValueError("only attention of one width can have heads or channels removed")
-        if num_heads > module.num_heads or (embed_dim or 0) > module.embed_dim:
+        whole = isinstance(module, nn.MultiheadAttention)
+        if whole and (num_heads > module.num_heads or (embed_dim or 0) > module.embed_dim):
             raise ValueError(f"attention of {module.num_heads} heads can't have {num_heads}")
         bias = module.in_proj_bias is not None
         options = (module.head_dim, bias, module.dropout, module.batch_first)

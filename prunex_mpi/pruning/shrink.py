@@ -95,7 +95,8 @@ def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> 
         module = model.get_submodule(name)
         # Others may have been corrected before.
         if name in calls or isinstance(module, slim.CallsCorrected) or not removed.any():
-            sizes.setdefault(name, {})[slim.CALLS] = calls.get(name, {})
+            own = {} if removed.any() else getattr(module, "corrected_calls", {})
+            sizes.setdefault(name, {})[slim.CALLS] = calls.get(name, own)
         if not removed.any():
             # Those of the whole network, to which a smaller one may grow again.
             sizes[name].update(_own_numbers(module))

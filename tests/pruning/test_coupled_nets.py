@@ -84,6 +84,8 @@ def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
     first = np.zeros(coupling.total, dtype=bool)
     for s in coupling.sets:
         first[s.start] = True
+    whole = smaller_sizes(model, coupling, np.zeros_like(first))
+    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
     before = json.loads(json.dumps(smaller_sizes(model, coupling, first)))
     tensors = smaller_tensors(model, coupling, first)
     standalone.resize_(model, before)
@@ -95,8 +97,16 @@ def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
         second[s.start + s.count - 1] = s.count > 1
     # Nothing becomes one group or stays that could be removed before.
     assert coupling.total > 0.9 * (first.size - first.sum()) and second.any()
-    mask_(model, coupling, second)
     images = torch.randn(3, 3, SIDE, SIDE, dtype=torch.float64)
+    # Where nothing more is removed all stays as it is.
+    nothing = np.zeros_like(second)
+    same = tmp_path / "same"
+    same.mkdir()
+    sizes = json.loads(json.dumps(sizes_in_all(model, before, coupling, nothing)))
+    tensors = smaller_tensors(model, coupling, nothing)
+    write_network(same, tensors, {"model": describe(name), "layers": sizes})
+    torch.testing.assert_close(standalone.load(same).double()(images), model(images))
+    mask_(model, coupling, second)
     wanted = model(images)
     sizes = json.loads(json.dumps(sizes_in_all(model, before, coupling, second)))
     tensors = smaller_tensors(model, coupling, second)
@@ -108,6 +118,9 @@ def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
     standalone.resize_(model, smaller_sizes(model, coupling, second))
     standalone.fill_(model, tensors)
     torch.testing.assert_close(model(images), wanted, rtol=0, atol=limit)
+    # And back, as for a checkpoint of before.
+    standalone.resize_(model, whole, grows=True)
+    assert {key: tensor.shape for key, tensor in model.state_dict().items()} == shapes
 
 
 @pytest.mark.parametrize("name", NETWORKS)
