@@ -25,8 +25,8 @@ PERIOD_S = 1.0
 GROWTH = 8  # of the steps between two, at a time: the first steps may be untypical
 # What leaving takes besides the checkpoint: the next safe points, the files that end the run.
 MARGIN_S = 10.0
-# A signal this near the end is its herald: that of batch/*.sbatch comes two minutes before, and by
-# Slurm's clock up to one sooner.
+# SIGUSR1 this near the end is its herald: batch/*.sbatch have it sent two minutes before, and by
+# Slurm's clock it comes up to one sooner.
 HERALD_S = 180.0
 INTERRUPTED = b"\nprunex_mpi: leaving with a checkpoint; Ctrl-C again ends at once\n"
 TIME_LIMIT, FAILED = 1000, 2000  # beyond every signal's number
@@ -123,9 +123,9 @@ class StopAgreement:
             return FAILED
         if self.deadline is None:
             return self.received.number
-        if self.received.number:
-            herald = not self.went_on and time.time() + HERALD_S > self.deadline
-            return TIME_LIMIT if herald else self.received.number
+        if number := self.received.number:
+            herald = number == signal.SIGUSR1 and time.time() + HERALD_S > self.deadline
+            return TIME_LIMIT if herald and not self.went_on else number
         return TIME_LIMIT if time.time() + self._needed() > self.deadline else 0
 
     def _needed(self) -> float:

@@ -83,6 +83,8 @@ def test_a_limit_that_leaves_no_time_to_train_is_refused():
     with pytest.raises(UserError, match="no time to train"):
         # As batch/train.sbatch has it told.
         agreed(received, time.time() + 115)
+    received.number = signal.SIGTERM
+    assert agreed(received, time.time() + 115) == "SIGTERM"
 
 
 def test_the_deadline_is_the_flag_s_or_slurm_s(monkeypatch):
