@@ -32,10 +32,8 @@ def take_first_(wire: Wire, state: State, where: str) -> None:
     before.copy_(theta)
     shared = [tensor for name, tensor in state.memory.items() if name.startswith(SHARED)]
     for tensor in (theta, state.u, *remembered(state.optimizer, theta).values(), *shared):
-        flat = tensor.view(-1)
         # MPI has no buffers of bool.
-        as_bytes = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
-        wire.broadcast_(as_bytes, kind="control")
+        wire.broadcast_(tensor.view(-1).view(torch.uint8), kind="control")
     gap = before.sub_(theta).abs_().max().view(1)
     wire.reduce_(gap, MPI.MAX, kind="control")
     if wire.comm.rank == 0:

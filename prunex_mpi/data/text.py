@@ -145,11 +145,16 @@ class WindowStream:
         return pairs(self.tokens.rows(starts.numpy(), self.context + 1), self.device)
 
 
+def rows_at_once(predictions: int, classes: int) -> int:
+    """Return how many rows, each with logits [predictions, classes], a network may be given."""
+    return max(1, MOST_LOGITS // max(1, predictions * classes))
+
+
 def window_batches(
     shard: Windows, *, batch_size: int, device: Device, vocabulary: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield all windows in order as inputs and targets, fewer at a time where logits are large."""
-    batch_size = min(batch_size, max(1, MOST_LOGITS // (shard.context * vocabulary)))
+    batch_size = min(batch_size, rows_at_once(shard.context, vocabulary))
     for first in range(0, len(shard), batch_size):
         starts = shard.starts[first : first + batch_size]
         yield pairs(shard.tokens.rows(starts, shard.context + 1), device)

@@ -59,8 +59,6 @@ LOOK_S, PROBE_EVERY_S = 0.1, 5.0
 END_S, ABORT_S = 15.0, 6.0
 # Between SIGTERM and SIGKILL.
 KILL_S = 5.0
-# How often to tell a job that stands by that its launcher is there.
-TELL_S = 1.0
 # For a job to stand by: then the one before leaves without it, as where it has failed. And how long
 # before it is to go on it is started where its hosts are there.
 STAND_BY_S, AHEAD_S = 300.0, 30.0
@@ -216,17 +214,9 @@ def keep_going(options: Options) -> int:
     """Start the job as often as it takes; return the exit code of the last one."""
     run, failures = options.run, 0
     change: Change | None = None
-    job: subprocess.Popen | None = None
     following: Following | None = None
-
-    def end_all() -> None:
-        # None is left where nothing was raised.
-        if job is not None and job.returncode is None:
-            end_group(job)
-        end_following(run, following)
-
+    # No job outlives its launcher.
     with asked_to_end() as asked, ExitStack() as exits:
-        exits.callback(end_all)
         while True:
             if change is not None:
                 wait_until_free(run, asked, following)
@@ -242,10 +232,11 @@ def keep_going(options: Options) -> int:
                 for path in (said_ended(run), run / NEXT, run / READY):
                     path.unlink(missing_ok=True)
                 job, size = start(options, hosts, change is not None), size_of(run / METRICS)
+                exits.callback(end_job, job)
                 what = "starting"
             say(f"{what} on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
             before = newest_checkpoint(run)
-            end = attend(job, options, hosts, asked, change, size)
+            end = attend(job, options, hosts, asked, exits, change, size)
             code, following, size = end.code, end.following, end.size
             if end.trained:
                 change = None
@@ -317,10 +308,8 @@ def start_following(options: Options, hosts: Sequence[str]) -> Following:
 
 def end_following(run: Path, following: Following | None) -> None:
     """End a job that stands by, if there is one."""
-    # The number of one that was waited for may be another's.
     if following is not None and following.job.returncode is None:
-        end_group(following.job)
-        following.job.wait()
+        end_job(following.job)
         for name in (NEXT, READY):
             (run / name).unlink(missing_ok=True)
 
@@ -333,7 +322,7 @@ def let_go(run: Path) -> None:
 
 def stay_in_touch(run: Path) -> None:
     """Tell a job that stands by that the launcher is there; a file that is gone stays so."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         os.utime(run / NEXT)
 
 
@@ -354,10 +343,11 @@ def attend(
     options: Options,
     hosts: Sequence[str],
     asked: Asked,
+    exits: ExitStack,
     change: Change | None,
     size: int,
 ) -> End:
-    """Wait for the end of a job on `hosts` and return it.
+    """Wait for the end of a job on `hosts` and return it; `exits` end what it starts beside it.
 
     Once the job has trained, by records of the run beyond `size`, the `change` before it is noted.
     """
@@ -369,13 +359,12 @@ def attend(
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
     ended_at, probed_at = 0.0, time.monotonic()
-    lost_at, due, told_bytes, told_at = 0.0, 0.0, size_of(run / NODES), 0.0
+    lost_at, due, told_bytes = 0.0, 0.0, size_of(run / NODES)
     while True:
         time.sleep(LOOK_S)
         over = has_ended(job)
-        if following is not None and time.monotonic() - told_at > TELL_S:
+        if following is not None:
             stay_in_touch(run)
-            told_at = time.monotonic()
         now, before, found = time.monotonic(), size, size_of(run / METRICS)
         taken = following is not None and not (run / NEXT).exists()
         # What the files tell from then on is of the job that stood by.
@@ -401,6 +390,7 @@ def attend(
             say(f"{', '.join(back)} can be had again: starting the next job beside this one")
             all_there = [name for name in options.hosts if name in hosts or name in back]
             following = start_following(options, all_there)
+            exits.callback(end_following, run, following)
         elif following and not regrows and following.may_go_on(run, due, size > before):
             say("the job leaves with a checkpoint")
             if (run / READY).exists():
@@ -440,6 +430,13 @@ def attend(
     # Who stands by is not to go on with a run that was told to leave at the same time.
     regrows = regrows and code == PREEMPTED and (following is None or taken or made_room(run))
     return End(at, code, regrows, trained, following, size)
+
+
+def end_job(job: subprocess.Popen) -> None:
+    """End a job that has not been waited for: the number of one that was may be another's."""
+    if job.returncode is None:
+        end_group(job)
+        job.wait()
 
 
 def end_group(job: subprocess.Popen) -> None:

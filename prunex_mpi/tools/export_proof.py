@@ -15,7 +15,7 @@ from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.data.text import MOST_LOGITS
+from prunex_mpi.data.text import rows_at_once
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.slim import doubled
 from prunex_mpi.tools.timing import Action, synchronize, wall_times
@@ -176,7 +176,7 @@ def compare(
     ]
     rows: list[tuple[Cell, ...]] = [(*row, row[1] / row[2]) for row in found]
     # Whole windows of text have as many outputs as they have tokens.
-    most = max(1, MOST_LOGITS // (inputs.predictions * max(1, inputs.classes)))
+    most = rows_at_once(inputs.predictions, inputs.classes)
     for device in devices if repeat else ():
         for size in sorted({min(size, most) for size in BATCHES}):
             batch = images[torch.arange(size) % len(images)].to(device)

@@ -74,7 +74,9 @@ for what, value in (word.split(" ") for word in plan[0].split(", ")):
     elif what == "unsaid":
         leave("preempted", 1, reason=value)
     elif what == "blocked":
+        (run / "next").unlink(missing_ok=True)
         (run / "next").mkdir()
+        (run / "next-ready").touch()
     elif what == "ended":
         (run / "heartbeats").mkdir(exist_ok=True)
         (run / "heartbeats/ended").touch()
@@ -217,10 +219,26 @@ def test_a_run_that_is_free_for_long_is_not_taken_while_the_launcher_lives(monke
     assert not list(tmp_path.glob("next*"))
 
 
-def test_no_job_outlives_a_launcher_that_fails():
+@pytest.mark.parametrize(
+    ("plan", "count"),
+    [
+        (["hold 0, up c, blocked 0, usr1 2"], 2),
+        # With one that stands by.
+        (["hold 0, up c, it 2, sleep 0.7, blocked 0, usr1 50", "sleep 60"], 3),
+    ],
+)
+def test_no_job_outlives_a_launcher_that_fails(plan, count, monkeypatch):
+    start, jobs = relaunch.start, []
+
+    def noted(*given, **named):
+        jobs.append(start(*given, **named))
+        return jobs[-1]
+
+    monkeypatch.setattr(relaunch, "start", noted)
     with pytest.raises(IsADirectoryError):
-        go("down c, it 1, exit 1", "hold 0, up c, blocked 0, usr1 2")
-    assert len(starts()) == 2 and not directory.is_held(Path("run"))
+        go("down c, it 1, exit 1", *plan)
+    assert len(starts()) == len(jobs) == count and not directory.is_held(Path("run"))
+    assert all(job.returncode is not None for job in jobs)
 
 
 def test_nobody_goes_on_where_the_job_before_is_told_to_leave():

@@ -35,7 +35,8 @@ BATCH = 256
 def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
     """Return what `reveal.json` says, {} where the plan is not revealed.
 
-    Raises UserError on every rank where another plan was. Collective on `world`.
+    Raises UserError on every rank where another plan was, or this one not to its end and that is
+    not asked for. Collective on `world`.
     """
 
     def read() -> str:
@@ -44,7 +45,7 @@ def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
         file = Path(options.folder) / REVEAL
         try:
             found = json.loads(read_text(file))
-            plan, at = found["plan"], found["at"]
+            plan, at, results = (found[key] for key in ("plan", "at", "results"))
         except FileNotFoundError:
             return "{}"
         except (OSError, ValueError, KeyError, TypeError):
@@ -55,6 +56,8 @@ def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
                 f"was revealed there at {at}: what is changed after that begins anew; choose "
                 "another --dir"
             )
+        if not (results or options.reveal):
+            raise UserError(f"{file}: a --reveal did not come to its end; finish it with --reveal")
         return json.dumps(found)
 
     return json.loads(broadcast_text(world, run_collectively(world, read)))

@@ -116,10 +116,7 @@ def train(
     where = bench.topology.world, folder, name, settings, place
     outcome = kept_runs.find_kept(*where, bench.revealed) if folder else None
     if outcome is None:
-        told = {
-            key_of(key): "auto" if left_open(FIELDS[key], value) else told_of(value)
-            for key, value in point.items()
-        }
+        told = {key_of(key): told_of(key, value) for key, value in point.items()}
         try:
             outcome = run_one(bench, settings, dataset, row.name, path, keep)
             outcome = replace(outcome, point=told)
@@ -132,8 +129,10 @@ def train(
     return outcome
 
 
-def told_of(value: object) -> float | str:
-    """Return a value of a grid as JSON holds it."""
+def told_of(name: str, value: object) -> float | str:
+    """Return a value of a grid, of the setting `name`, as JSON holds it."""
+    if left_open(FIELDS[name], value):
+        return "auto"
     if isinstance(value, tuple):
         return " ".join(map(str, value))
     if isinstance(value, bool):
