@@ -23,9 +23,10 @@ from prunex_mpi.models.standalone import FORMAT, PLAN, build, fill_, resize_
 def fresh(folder: str | Path, **sizes: int) -> nn.Module:
     """Return the network that was exported to `folder` with fresh weights, float32 on the CPU.
 
-    They are drawn from torch's global generator for the network of full size and cut; weights are
-    divided by the root of the share of inputs kept, so that sums have the same variance. Raises
-    UserError (USAGE) for a folder without a plan of these `sizes` of inputs.
+    They are drawn from torch's global generator for the network of full size and cut; weights but
+    those of embeddings are divided by the root of the share of inputs kept, so that sums have the
+    same variance (inputs are all dimensions after the first). Raises UserError (USAGE) for a folder
+    without a plan of these `sizes` of inputs.
     """
     path = Path(folder) / PLAN
     try:
@@ -43,16 +44,22 @@ def fresh(folder: str | Path, **sizes: int) -> nn.Module:
     whole = build(description).state_dict()
     network = build(description)
     resize_(network, plan["layers"])
-    left = network.state_dict()
+    left = network.state_dict(keep_vars=True)
     if left.keys() != whole.keys():
         raise UserError(f"{path}: its network has other parameters than the whole one", USAGE)
-    fill_(network, {name: _cut(whole[name], tensor) for name, tensor in left.items()})
+    # They look up, and add up nothing.
+    looked_up = {id(m.weight) for m in network.modules() if isinstance(m, nn.Embedding)}
+    cut = {
+        name: _cut(whole[name], tensor, sums=id(tensor) not in looked_up)
+        for name, tensor in left.items()
+    }
+    fill_(network, cut)
     return network
 
 
-def _cut(whole: Tensor, like: Tensor) -> Tensor:
-    """Return `whole` cut to the shape of `like`, weights scaled by the share of inputs kept."""
+def _cut(whole: Tensor, like: Tensor, sums: bool) -> Tensor:
+    """Return `whole` cut to the shape of `like`, scaled by the inputs kept if it `sums` them."""
     part = whole[tuple(slice(size) for size in like.shape)]
-    if part.dim() > 1:
+    if sums and part.dim() > 1:
         part = part * math.sqrt(math.prod(whole.shape[1:]) / math.prod(part.shape[1:]))
     return part

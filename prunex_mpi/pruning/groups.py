@@ -95,13 +95,16 @@ class Selection:
 class CoupledLayer:
     """The group of each row [blocks * rows] and column [columns] of a layer, -1 for none.
 
-    `scored`: its slices count in the scores of their groups.
+    `scored`: its slices count in the scores of their groups. `turned`: it reads the channels of its
+    rows and makes those of its columns, as an embedding does.
     """
 
     layer: int
     rows: np.ndarray
     columns: np.ndarray
     scored: bool
+    # Checkpoints identify a model's groups by their repr, of which this is no part.
+    turned: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -192,20 +195,23 @@ class Groups:
     def gates(self) -> tuple[tuple[int, bool, np.ndarray], ...]:
         """The gates of coupled groups: (layer, by row, the group of each row or column).
 
-        A group's gate is at the columns that read it, or at its rows if no weight reads it. Rows
-        and columns without a gate have the group `total`.
+        A group's gate is where weights read it, or where they make it if none reads it. Rows and
+        columns without a gate have the group `total`.
         """
         read, found = np.zeros(self.total + 1, dtype=bool), []
-        for entry in self.coupled:
-            ids = np.where(entry.columns < 0, self.total, entry.columns)
-            if entry.scored and (ids < self.total).any():
+        scored = [entry for entry in self.coupled if entry.scored]
+        for entry in scored:
+            ids = entry.rows if entry.turned else entry.columns
+            ids = np.where(ids < 0, self.total, ids)
+            if (ids < self.total).any():
                 read[ids] = True
-                found.append((entry.layer, False, ids))
+                found.append((entry.layer, entry.turned, ids))
         read[self.total] = True
-        for entry in self.coupled:
-            ids = np.where(entry.rows < 0, self.total, entry.rows)
-            if entry.scored and not read[ids].all():
-                found.append((entry.layer, True, np.where(read[ids], self.total, ids)))
+        for entry in scored:
+            ids = entry.columns if entry.turned else entry.rows
+            ids = np.where(ids < 0, self.total, ids)
+            if not read[ids].all():
+                found.append((entry.layer, not entry.turned, np.where(read[ids], self.total, ids)))
         return tuple(found)
 
 
@@ -253,9 +259,10 @@ def find_groups(
     """Return the groups of `model`, with reasons for the layers that cannot be pruned.
 
     `keep_ratios` holds one ratio per kind but `pattern`, or one for all; of `layer_keep_ratios`,
-    (fnmatch pattern on the parameter's name, ratio), the last match wins. Without `ends` the first
-    and the last layer by definition are stem and classifier. Raises UserError when no group can be
-    pruned (do `instead`) or a pattern matches no layer.
+    (fnmatch pattern on the name of the weight that makes the channels, for coupled ones of any that
+    does), the last match wins. Without `ends` the first and the last layer by definition are stem
+    and classifier. Raises UserError when no group can be pruned (do `instead`) or a pattern decides
+    nothing.
     """
     with_ratio = [kind for kind in kinds if kind != "pattern"]
     ratios = list(keep_ratios) * (len(with_ratio) if len(keep_ratios) == 1 else 1)
@@ -276,18 +283,20 @@ def find_groups(
             if name not in names:
                 names.append(name)
                 layers.append(_as_layer(index[name], model.get_parameter(name)))
-    for pattern, _ in layer_keep_ratios:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"--layer-keep-ratio: no prunable layer matches {pattern!r}")
     if not layers:
         raise UserError(
             f"no layer of the model can be pruned by {'+'.join(kinds)} groups "
             f"({excluded[0]}): {instead}"
         )
 
-    def keep_ratio(name: str, ratio: float) -> float:
-        matching = [r for p, r in layer_keep_ratios if fnmatch.fnmatchcase(name, p)]
-        return matching[-1] if matching else ratio
+    silent = dict.fromkeys(pattern for pattern, _ in layer_keep_ratios)
+
+    def keep_ratio(of: list[str], ratio: float) -> float:
+        for pattern, own in layer_keep_ratios:
+            if fnmatch.filter(of, pattern):
+                silent.pop(pattern, None)
+                ratio = own
+        return ratio
 
     gammas = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
     gammas |= coupling.norms if coupling else set()
@@ -298,25 +307,31 @@ def find_groups(
         selections = []
         if kind == "coupled":
             for s in coupling.sets:
-                keep = keep_ratio(s.name, ratio_of[kind])
+                keep = keep_ratio(coupling.makers_of(s), ratio_of[kind])
                 selections.append(Selection(-1, kind, 1, s.count, start + s.start, keep, s.unit))
             for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
                 if coupling.slices(name):
                     scored = name in coupling.positions or name in gammas
                     shape = layout.segments[layer.segment].shape
                     places = _places_in_mask(layer, shape, coupling.slices(name), start)
-                    coupled.append(CoupledLayer(number, *places, scored))
+                    turned = name in coupling.transposed
+                    coupled.append(CoupledLayer(number, *places, scored, turned))
             start += coupling.total
         for number, (name, layer, usable) in enumerate(candidates):
             if kind in usable:
                 own = ratio_of.get(kind)
-                keep = ONE_PATTERN if own is None else keep_ratio(name, own)
+                keep = ONE_PATTERN if own is None else keep_ratio([name], own)
                 unit = 0 if own is None else 1
                 extent = _extent(layer, kind)
                 selections.append(Selection(number, kind, *extent, start, keep, unit))
                 start = selections[-1].stop
         if selections:
             by_kind.append(tuple(selections))
+    if silent:
+        raise UserError(
+            f"--layer-keep-ratio: {next(iter(silent))!r} matches no weight that makes channels to "
+            "choose from"
+        )
     return Groups(
         tuple(layers), tuple(by_kind), start, tuple(excluded), tuple(coupled), coupling=coupling
     )

@@ -256,7 +256,7 @@ class Settings:
         of="keeps_a_share",
     )
     layer_keep_ratio: tuple[str, ...] = _setting(
-        "PATTERN=RATIO for parameters whose name matches; the last match wins",
+        "PATTERN=RATIO for channels made by weights whose name matches; the last match wins",
         optional=True,
         of="keeps_by_layer",
         metavar="PATTERN=RATIO",

@@ -9,7 +9,7 @@ import torch
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.found_widths import fresh
-from prunex_mpi.models.inputs import Images
+from prunex_mpi.models.inputs import Images, Tokens
 from prunex_mpi.models.standalone import FORMAT
 
 # As export has it for a resnet8 whose last stage kept 5 of 64 channels inside its block.
@@ -49,6 +49,24 @@ def test_fresh_weights_are_those_of_the_whole_network_cut_and_scaled(tmp_path):
     loss = found(torch.randn(4, 3, 32, 32)).square().mean()
     loss.backward()
     assert all(bool(p.grad.isfinite().all()) for p in found.parameters())
+
+
+def test_fresh_embeddings_are_cut_and_not_scaled(tmp_path):
+    layers = {
+        "embedding": {"embedding_dim": 64},
+        "positions": {"embedding_dim": 64},
+        "blocks.0.mlp.up": {"in_features": 64, "out_features": 512},
+    }
+    model = {"name": "gpt_nano", "vocab_size": 11, "context": 8}
+    write_plan(tmp_path, model=model, layers=layers)
+    torch.manual_seed(3)
+    left = fresh(tmp_path, vocab_size=11, context=8).state_dict()
+    torch.manual_seed(3)
+    whole = build_model("gpt_nano", Tokens(11, 8)).state_dict()
+    for name in ("embedding.weight", "positions.weight"):
+        assert torch.equal(left[name], whole[name][:, :64])
+    wanted = whole["blocks.0.mlp.up.weight"][:, :64] * 2**0.5
+    torch.testing.assert_close(left["blocks.0.mlp.up.weight"], wanted)
 
 
 @pytest.mark.parametrize(

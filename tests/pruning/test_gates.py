@@ -40,8 +40,23 @@ class Depthwise(nn.Module):
         return self.fc(F.relu(self.deep(x)).mean(dim=(2, 3)))
 
 
+class Turned(nn.Module):
+    """A weight whose rows are what it reads and whose columns are what it makes, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, bias=False)
+        self.middle = nn.Parameter(torch.randn(6, 5))
+        self.fc = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.relu(F.relu(self.conv(x)).mean(dim=(2, 3)) @ self.middle))
+
+
 def network(name: str) -> nn.Module:
     torch.manual_seed(3)
+    if name == "turned":
+        return Turned().double()
     if name == "depthwise":
         return Depthwise().double()
     return build_model(name, Images(SIDE, 4)).double()
@@ -63,15 +78,17 @@ def gates_by_autograd(model: nn.Module, groups: Groups, images: Tensor, labels: 
     names = [name for name, p in model.named_parameters()]
     for entry in groups.coupled:
         name = names[groups.layers[entry.layer].segment]
-        if (entry.columns >= 0).any():
-            padded = torch.cat([factors, torch.ones(1, dtype=torch.float64)])
+        padded = torch.cat([factors, torch.ones(1, dtype=torch.float64)])
+        if name == "middle":
+            values[name] = values[name] * padded[torch.from_numpy(entry.rows)][:, None]
+        elif (entry.columns >= 0).any():
             before = padded[torch.from_numpy(entry.columns)].view(values[name].shape[1:])
             values[name] = values[name] * before
     outputs = torch.func.functional_call(model, values, (images,))
     return torch.autograd.grad(F.cross_entropy(outputs, labels), factors)[0]
 
 
-@pytest.mark.parametrize("name", ["resnet8", "depthwise", "vit_tiny"])
+@pytest.mark.parametrize("name", ["resnet8", "depthwise", "vit_tiny", "turned"])
 def test_gates_are_derivatives_by_factors_on_what_reads_a_channel(name, monkeypatch):
     model = network(name)
     layout, groups, _ = grouped(model)
@@ -81,7 +98,7 @@ def test_gates_are_derivatives_by_factors_on_what_reads_a_channel(name, monkeypa
     grad = torch.cat([p.grad.flatten() for p in model.parameters()])
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     found = gate_gradients(grad, weights, layout, groups)
-    assert not any(by_row for _, by_row, _ in groups.gates)
+    assert [by_row for _, by_row, _ in groups.gates].count(True) == (name == "turned")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     monkeypatch.setattr("prunex_mpi.models.layout.CPU_TILE", 7)
     torch.testing.assert_close(gate_gradients(grad, weights, layout, groups), found)

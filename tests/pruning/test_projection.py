@@ -306,7 +306,7 @@ def test_frozen_convolutions_are_named_and_stay_the_first():
     [
         (nn.Linear(2, 2), ["channel"], [], "no convolution layer .*give --groups coupled"),
         (nn.Conv2d(3, 4, 3), ["channel"], [], "image's.*give --groups coupled"),
-        (Convolutions(), ["channel"], [("layer9.*", 0.5)], "no prunable layer matches 'layer9"),
+        (Convolutions(), ["channel"], [("layer9.*", 0.5)], "'layer9.*' matches no weight"),
     ],
 )
 def test_nothing_to_prune_is_a_user_error(model, kinds, patterns, message):
@@ -357,6 +357,25 @@ def coupled_groups(
     if keep_by != "groups":
         groups = with_budget(groups, layout, keep_by, floor=floor)
     return model, layout, groups
+
+
+def test_any_weight_that_makes_coupled_channels_decides_their_ratio():
+    model = build_model("resnet8", Images(8))
+    layout, coupling = build_layout(model), find_coupling(model, Images(8))
+
+    def ratios(*by_layer: tuple[str, float]) -> dict[str, float]:
+        groups = find_groups(model, layout, ["coupled"], [0.5], by_layer, coupling=coupling)
+        kept = [s.keep_ratio for s in groups.kinds[0]]
+        return dict(zip([s.name for s in coupling.sets], kept, strict=True))
+
+    # The skip connection joins what conv1 makes with what layer1.0.conv2 does.
+    found = ratios(("layer1.0.conv2.weight", 0.25))
+    assert found == {name: 0.25 if name == "conv1.weight" else 0.5 for name in found}
+    found = ratios(("layer1.*", 0.25), ("conv1.weight", 0.75))
+    assert [found["conv1.weight"], found["layer1.0.conv1.weight"]] == [0.75, 0.25]
+    # The classifier makes none.
+    with pytest.raises(UserError, match=r"'fc\.weight' matches no weight"):
+        ratios(("layer1.*", 0.25), ("fc.weight", 0.5))
 
 
 def test_a_coupled_score_is_the_mean_share_of_its_tensors(monkeypatch):
