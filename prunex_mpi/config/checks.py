@@ -1,7 +1,7 @@
 """Which settings do not fit together, though each is fine alone."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prunex_mpi.base.errors import UserError
@@ -52,8 +52,6 @@ def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
         raise UserError(f"keep-by {s.keep_by} is for coupled groups alone; give --groups coupled")
     if s.keep_by != "groups" and s.layer_keep_ratio:
         raise UserError(f"keep-by {s.keep_by} has one ratio for all; leave layer-keep-ratio out")
-    if s.keep_floor and s.keep_by == "groups":
-        raise UserError("keep-floor: a ratio of each layer's groups needs none; give --keep-by")
     if s.score == "gates" and s.groups != ("coupled",):
         raise UserError("score gates is for coupled groups alone; give --groups coupled")
     if s.score != "magnitude" and s.amp == "fp16":
@@ -89,23 +87,37 @@ def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
             raise UserError(f"{key} {rho} must be from {fields.RHO_MIN} to rho-max, {s.rho_max}")
 
 
-def check_given(settings: Settings, usual: Mapping[str, Any]) -> None:
+def check_given(settings: Settings, usual: Sequence[Mapping[str, Any]]) -> None:
     """Refuse values, other than the `usual` ones, that another setting makes meaningless."""
     s = settings
+    own = {s.method.option_name(name): value for name, value in vars(s.options).items()}
+    values = {**vars(s), **own}
+    given = {name for name, value in values.items() if all(value != of.get(name) for of in usual)}
+    # While masks may still change nothing stops a run, and without duals there are no residuals.
+    never_stops = _freezes(s) and s.after_freeze == "local-sgd"
     means_nothing = (
         ("min_lr_ratio", "lr_schedule", s.lr_schedule != "cosine"),
         ("freeze_window", "freeze_drift", s.freeze_drift < 0),
         ("beta2", "optimizer", s.optimizer == "sgd"),
         *((name, "penalty", s.penalty == "fixed") for name in ("rho_factor", "rho_max")),
         *((name, "groups", s.groups == ("pattern",)) for name in OF_A_RATIO),
+        ("keep_floor", "keep_by", s.keep_floor and s.keep_by == "groups"),
+        *((name, "after_freeze", values[name] and never_stops) for name in ("eps_abs", "eps_rel")),
     )
     for name, other, idle in means_nothing:
-        if idle and getattr(s, name) != usual[name]:
+        if idle and name in given:
             value = getattr(s, other)
             shown = value[0] if isinstance(value, tuple) else value
             raise UserError(
                 f"{key_of(name)} means nothing with {key_of(other)} {shown}; leave it away"
             )
+    for name, needed, idle in (
+        ("min_nodes", "--on-node-loss continue", s.on_node_loss == "stop"),
+        ("comm_share", "--local-steps auto", s.local_steps != AUTO),
+        ("diloco_alpha", "--overlap-steps", not s.overlap_steps),
+    ):
+        if idle and name in given:
+            raise UserError(f"{key_of(name)} means nothing without {needed}; give it as well")
 
 
 def _check_pruning_is_done(settings: Settings) -> None:

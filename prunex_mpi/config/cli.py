@@ -26,6 +26,7 @@ from prunex_mpi.config.resolve import (
     preset_comment,
     preset_values,
     resumed,
+    together,
 )
 from prunex_mpi.settings.fields import PRESETS, Settings, key_of
 from prunex_mpi.settings.values import AUTO, choices_shown, convert, left_open
@@ -63,20 +64,21 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
     Weak to strong: defaults, preset, file of `--config`, flags. What of the file does not count is
     handed to `tell`. Raises UserError; `--help` and `--version` print and exit.
     """
-    asked = [number for number, word in enumerate(argv) if word in ("-h", "--help")]
-    if asked:
-        rest = [word for number, word in enumerate(argv) if number not in asked]
-        about = argv[asked[0] + 1] if len(argv) > asked[0] + 1 else ""
-        preset, method = (_word_after(rest, flag) for flag in ("--preset", "--method"))
+    helps = [number for number, word in enumerate(argv) if word in ("-h", "--help")]
+    if helps:
+        rest = [word for number, word in enumerate(argv) if number not in helps]
+        about = argv[helps[0] + 1] if len(argv) > helps[0] + 1 else ""
+        names = ("preset", "method", "optimizer", "dataset")
+        preset, method, *kind = (_word_after(rest, f"--{name}") for name in names)
         about = "" if about.startswith("-") else about
         known = preset in PRESETS, method in BY_NAME
-        print_help(about, preset if known[0] else "recipe", method if known[1] else "prunex")
+        print_help(about, preset if known[0] else "recipe", method if known[1] else "prunex", *kind)
         sys.exit(0)
     flags = vars(build_parser().parse_all(join_negative_numbers(argv)))
     paths = flags.pop("config", [])
     if len(paths) > 1:
         raise UserError(f"--config is given {len(paths)} times; give it once")
-    file_values, left_out = read_config(paths[0]) if paths else ({}, ())
+    file_values, left_out, asked = read_config(paths[0]) if paths else ({}, (), None)
     flag_values = {name: convert_flag(name, text) for name, text in flags.items()}
     if flag_values.get("local_epochs") and flag_values.get("local_steps", 0) > 0:
         raise UserError("--local-epochs and --local-steps are both given; keep one of them")
@@ -85,34 +87,42 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
             f"--config {quote(paths[0], 250)} is of a run and repeats it in another folder, "
             f"without its {' and '.join(left_out)}; --resume --run-dir goes on with a run"
         )
-    given = {**file_values, **flag_values}
+    layers, default = [file_values, flag_values], FIELDS["preset"].default
+    preset = flag_values.get("preset", file_values.get("preset", default))
+    given = together(preset, layers, asked)
     if given.get("resume"):
         if not given.get("run_dir"):
             raise UserError("--resume needs --run-dir, the folder of the run that goes on")
         # os.path says no where Path.exists raises; the run directory then says what is wrong.
         if os.path.exists(Path(given["run_dir"]) / "config.toml"):
             return resumed(read_saved(given["run_dir"]), given, read_asked(given["run_dir"]))
-    default = FIELDS["preset"].default
-    preset = flag_values.get("preset", file_values.get("preset", default))
-    return build(preset, [file_values, flag_values])
+    return build(preset, layers, asked)
 
 
 def _word_after(words: Sequence[str], flag: str) -> str:
-    return next((after for word, after in pairwise(words) if word == flag), "")
+    """Return the value of a flag, as `--flag X` or `--flag=X`; "" where it is not given."""
+    for word, after in pairwise([*words, ""]):
+        if word == flag:
+            return after
+        if word.startswith(f"{flag}="):
+            return word.removeprefix(f"{flag}=")
+    return ""
 
 
-def read_config(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def read_config(path: str) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any] | None]:
     """Read the TOML file of `--config`; return converted values by field name, and keys left out.
 
-    The file of a run is read to repeat it, elsewhere. Raises UserError for a bad file.
+    The file of a run is read to repeat it, elsewhere; what it had been asked for otherwise comes
+    last, None of other files. Raises UserError for a bad file.
     """
     where = f"--config {quote(path, 250)}"
     table = _load_toml(path, where)
-    values, left_out = from_table(table, where), ()
+    values, left_out, asked = from_table(table, where), (), None
     if is_of_a_run(table):
+        asked = from_table(table.get("asked", {}), where)
         given = {name: values.pop(name) for name in OF_THE_FOLDER if name in values}
         left_out = tuple(key_of(name) for name, x in given.items() if x != FIELDS[name].default)
-    return values, left_out
+    return values, left_out, asked
 
 
 def read_saved(run_dir: str) -> dict[str, Any]:
@@ -167,12 +177,14 @@ def build_parser() -> Parser:
     return parser
 
 
-def print_help(about: str, preset: str, method: str) -> None:
+def print_help(
+    about: str, preset: str, method: str, optimizer: str = "", dataset: str = ""
+) -> None:
     """Print the flags that matter first, or those of a group, of a method, or `all`.
 
-    Defaults in brackets are those of `preset` and `method`. Raises UserError for another word.
+    Defaults in brackets are those with what else is given. Raises UserError for another word.
     """
-    usual = defaults(preset, BY_NAME[method])
+    usual = defaults(preset, BY_NAME[method], optimizer, dataset)
     groups = list(dict.fromkeys(field.metadata["section"] for field in FIELDS.values()))
     groups = [group for group in groups if group]
     methods = textwrap.fill(", ".join(BY_NAME), 98)
@@ -194,7 +206,7 @@ def print_help(about: str, preset: str, method: str) -> None:
     elif about in BY_NAME:
         parser.description = f"{about}: {BY_NAME[about].help}."
         names = ["method", *BY_NAME[about].option_fields()]
-        usual |= defaults(preset, BY_NAME[about])
+        usual |= defaults(preset, BY_NAME[about], optimizer, dataset)
     elif about:
         guess = meant(about, [*groups, *BY_NAME, "all", "presets"])
         raise UserError(f"--help {quote(about)}: there is no such group or method{guess}")

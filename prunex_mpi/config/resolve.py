@@ -147,53 +147,86 @@ def is_of_a_run(table: Mapping[str, Any]) -> bool:
     return isinstance(table.get("versions"), dict) and {"preset", "method"} <= table.keys()
 
 
-def build(preset: str, layers: Sequence[Mapping[str, Any]]) -> Settings:
-    """Lay converted values over a preset, the later the stronger; resolve and check the result."""
-    name = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
-    method = BY_NAME[name]
-    optimizer, dataset = (
-        next((x[key] for x in reversed(layers) if key in x), "") for key in ("optimizer", "dataset")
-    )
-    usual = defaults(preset, method, optimizer, dataset)
+def build(
+    preset: str, layers: Sequence[Mapping[str, Any]], asked: Mapping[str, Any] | None = None
+) -> Settings:
+    """Lay converted values over a preset, the later the stronger; resolve and check the result.
+
+    With `asked` the first layer is the file of a run, of which that had been asked for otherwise.
+    """
+    given = together(preset, layers, asked)
+    method = BY_NAME[given.get("method", "prunex")]
+    usual = defaults(preset, method, *(given.get(key, "") for key in ("optimizer", "dataset")))
     values = dict(usual)
-    for layer in layers:
-        _lay_over(values, _given_to(method, preset, layer))
-    _count_epochs(values, layers)
-    settings = _resolve({**values, "preset": preset, "method": name})
-    check_given(settings, usual)
+    _lay_over(values, given)
+    _count_epochs(values, given)
+    settings = _resolve({**values, "preset": preset, "method": method.name})
+    # What the file of a run says was judged when that began.
+    check_given(settings, [usual] if asked is None else [usual, layers[0]])
     return settings
 
 
-def _count_epochs(values: dict[str, Any], layers: Sequence[Mapping[str, Any]]) -> None:
+def together(
+    preset: str, layers: Sequence[Mapping[str, Any]], asked: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return as one what layers, the later the stronger, give to their method; as for `build`."""
+    name = next((x["method"] for x in reversed(layers) if "method" in x), "prunex")
+    given: dict[str, Any] = {}
+    for layer in layers:
+        given = _over(given, _given_to(BY_NAME[name], preset, layer, asked or {}))
+    return given
+
+
+def _over(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two layers as one: of what can be said in two ways, the stronger one's way counts."""
+    rest = dict(weaker)
+    if stronger.get("local_steps", 0) > 0:
+        rest.pop("local_epochs", None)
+    if stronger.get("local_epochs") and rest.get("local_steps", 0) > 0:
+        rest["local_steps"] = 0
+    if "outer_iterations" in stronger:
+        rest.pop("epochs", None)
+    if stronger.get("epochs"):
+        rest.pop("outer_iterations", None)
+    return {**rest, **stronger}
+
+
+def _count_epochs(values: dict[str, Any], given: Mapping[str, Any]) -> None:
     """Set the outer iterations by the length of the run in epochs, where that is given."""
     epochs = values.pop("epochs", 0)
     if not epochs:
         return
-    last = next(layer for layer in reversed(layers) if layer.get("epochs"))
-    if "outer_iterations" in last:
+    if "outer_iterations" in given:
         raise UserError("epochs and outer-iterations are both given; keep one of them")
     if not values["local_epochs"] or values["local_steps"] > 0:
         raise UserError(
             "epochs: how many local-steps there are in an epoch is not known yet; give "
             "outer-iterations, or local-epochs in place of local-steps"
         )
-    values["outer_iterations"] = max(1, round(epochs / values["local_epochs"]))
+    outer = max(1, round(epochs / values["local_epochs"]))
+    where = f"epochs {epochs}: outer-iterations"
+    values["outer_iterations"] = convert(FIELDS["outer_iterations"], outer, where)
 
 
-def _given_to(method: Method, preset: str, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer of another method's file without the defaults that mean nothing to both."""
+def _given_to(
+    method: Method, preset: str, layer: Mapping[str, Any], asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a layer of another method's file without the defaults that mean nothing to both.
+
+    Where a run has measured something, what had been `asked` for says whether it was given.
+    """
     written_by = BY_NAME[layer.get("method", method.name)]
     if written_by is method:
         return dict(layer)
-    given = (layer.get(key, "") for key in ("optimizer", "dataset"))
-    theirs = defaults(preset, written_by, *given)
-    resolved = theirs | {"outer_iterations": layer.get("outer_iterations", 1)}
+    given = {**layer, **asked}
+    theirs = defaults(preset, written_by, *(given.get(key, "") for key in ("optimizer", "dataset")))
+    resolved = theirs | {"outer_iterations": given.get("outer_iterations", 1)}
     _resolve_shares(resolved, [name for name in FIELDS if name in resolved])
     return {
         name: value
         for name, value in layer.items()
         if (concerns(name, written_by) and concerns(name, method))
-        or value not in (theirs.get(name), resolved.get(name), _off(name))
+        or given[name] not in (theirs.get(name), resolved.get(name), _off(name))
     }
 
 
@@ -323,7 +356,7 @@ def _without_epochs(before: Mapping[str, Any], given: Mapping[str, Any]) -> Mapp
         return given
     values = {**before, "epochs": given["epochs"]}
     _lay_over(values, {k: v for k, v in given.items() if k in ("local_epochs", "local_steps")})
-    _count_epochs(values, [given])
+    _count_epochs(values, given)
     counted = values["outer_iterations"]
     if before["local_steps"] == AUTO and counted != before["outer_iterations"]:
         raise UserError(

@@ -141,7 +141,7 @@ def build_problem(
         inputs=inputs,
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
-        steps=_steps_for_parts(settings, steps_of(settings, train.steps_per_epoch)),
+        steps=_enough_steps(settings, steps_of(settings, train.steps_per_epoch)),
         guess_loss=math.log(dataset.num_classes) if loss is cross_entropy else 0.0,
         objective=task.losses(objective),
         lr_scale=lr_scale_of(settings, topology.world_size),
@@ -261,11 +261,17 @@ def _digest(model: torch.nn.Module) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _steps_for_parts(settings: Settings, steps: int) -> int:
-    """Return the local steps of an outer iteration; raise UserError where parts have too few."""
+def _enough_steps(settings: Settings, steps: int) -> int:
+    """Return the local steps of an outer iteration; raise UserError where these are too few."""
     if settings.fragments > 1 and steps // settings.fragments < max(1, settings.overlap_steps):
         raise UserError(
             f"fragments {settings.fragments}: an outer iteration has {steps} local steps, too few "
             "for one, or as many as overlap-steps says, between two of them; lower it"
+        )
+    # Where the interval is a number, this was looked at with the settings.
+    if settings.overlap_steps > steps:
+        raise UserError(
+            f"overlap-steps {settings.overlap_steps} is more than the {steps} local steps of an "
+            "outer iteration; lower it"
         )
     return steps

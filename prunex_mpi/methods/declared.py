@@ -282,8 +282,21 @@ class SpardlOptions:
     )
 
 
+def check_spardl(settings: Settings) -> None:
+    """Refuse teams where a node that is lost may leave them unequal."""
+    teams = settings.options.teams
+    if teams > 1 and settings.on_node_loss == "continue":
+        raise UserError(
+            f"spardl.teams {teams}: once a node is lost, they may not divide the workers; leave it "
+            "or on-node-loss away"
+        )
+
+
 SPARDL = _per_step(
-    "spardl", "sums of the largest elements, by shares that stay sparse", SpardlOptions
+    "spardl",
+    "sums of the largest elements, by shares that stay sparse",
+    SpardlOptions,
+    check=check_spardl,
 )
 
 TERNGRAD = _per_step("terngrad", "gradients as -1, 0 or 1 times a shared scale")

@@ -140,6 +140,9 @@ def _stretched(settings: Settings, before: float, after: float) -> dict[str, int
 
     outer = settings.outer_iterations
     changes = {"evaluate_every": times(settings.evaluate_every, before)}
+    for name, field in settings.method.option_fields().items():
+        if field.metadata.get("share"):
+            changes[name] = times(getattr(settings.options, field.name), before)
     if settings.method.consensus:
         split = settings.freeze_iteration or outer
         until = times(split, before)
@@ -151,8 +154,7 @@ def _stretched(settings: Settings, before: float, after: float) -> dict[str, int
             "freeze_iteration": until if settings.freeze_iteration else 0,
         }
     elif settings.method.prunes_once:
-        split = settings.options.prune_iteration
-        until = changes["one_shot_prune_iteration"] = times(split, before)
+        split, until = settings.options.prune_iteration, changes["one_shot_prune_iteration"]
     else:
         split, until = outer, times(outer, before)
     changes["outer_iterations"] = until + times(outer - split, after)

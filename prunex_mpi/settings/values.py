@@ -89,7 +89,7 @@ def _convert_item(field: dataclasses.Field, kind: type, value: object, where: st
     if rules.get("auto") and value == "auto":
         return AUTO
     if rules.get("share") or kind is Fraction:
-        return _check_share(to_fraction(value, where), bool(rules.get("share")), where)
+        return _check_share(value, bool(rules.get("share")), where)
     if "words" in rules:
         return _to_count_or_word(value, rules["words"], where)
     number = kind in (int, float)
@@ -131,13 +131,16 @@ def to_fraction(value: object, where: str) -> Fraction:
         raise UserError(message) from None
 
 
-def _check_share(value: Fraction, share: bool, where: str) -> Fraction:
+def _check_share(given: object, share: bool, where: str) -> Fraction:
+    value = to_fraction(given, where)
     if not 0 <= value <= _MAX_INT:
         raise UserError(f"{where} must be from 0 to {_MAX_INT}, not {quote(value)}")
-    if share and value > 1 and value.denominator != 1:
+    # 1 is one outer iteration, which nobody means by 16/16.
+    written_as_share = value.denominator != 1 or (isinstance(given, str) and "/" in given)
+    if share and value >= 1 and written_as_share:
         raise UserError(
             f"{where} must be a whole number of outer iterations or a share below 1, "
-            f"not {quote(value)}"
+            f"not {quote(given)}"
         )
     return value
 

@@ -29,6 +29,7 @@ from prunex_mpi.config.resolve import (
 )
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.methods.declared import METHODS
+from prunex_mpi.run.tuning import Costs, chosen_by
 from prunex_mpi.settings.fields import PRESETS, SHARED, key_of, layer_keep_ratios
 from prunex_mpi.settings.values import AUTO
 
@@ -319,6 +320,8 @@ def test_epochs_say_how_long_a_run_is(tmp_path):
     assert parse(["--epochs", "8", "--preset", "thin"]).outer_iterations == 32
     path = write(tmp_path, "outer-iterations = 7\n")
     assert parse(["--config", path, "--epochs", "8"]).outer_iterations == 32
+    path = write(tmp_path, "epochs = 8\n")
+    assert parse(["--config", path, "--outer-iterations", "20"]).outer_iterations == 20
 
 
 def test_text_has_defaults_of_its_own():
@@ -364,6 +367,41 @@ def test_a_resumed_run_may_be_given_what_was_asked_for_and_measured_otherwise(tm
         by_epochs = [*again, *flags[:-2], "--epochs"]
         assert parse([*by_epochs, "32"]) == goes_on
         assert_refused(lambda given=by_epochs: parse([*given, "50"]), "give outer-iterations")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("local-steps = 4", "--local-epochs 1/2"),
+        ("local-steps = 4\npreset = 'thin'", "--local-epochs 1/2"),
+        ("local-epochs = '1/2'", "--local-steps 4"),
+        ("local-epochs = '1/2'", "--local-steps auto"),
+        ("local-steps = 4", "--local-steps 0"),
+        ("outer-iterations = 20", "--epochs 8"),
+        ("epochs = 8", "--outer-iterations 20"),
+        (to_toml(make(method="prunex"), {}), "--method dense"),
+    ],
+)
+def test_a_resumed_run_takes_the_command_that_has_started_it(tmp_path, text, flags):
+    command = ["--config", write(tmp_path, text), *flags.split()]
+    command += ["--resume", "--run-dir", str(tmp_path)]
+    started = parse(command)
+    (tmp_path / "config.toml").write_text(to_toml(started, {}), encoding="utf-8")
+    assert parse(command) == started
+
+
+@pytest.mark.parametrize("method", BY_NAME)
+@pytest.mark.parametrize("preset", ["thin", "small"])
+def test_the_file_of_a_run_that_has_measured_serves_any_method(tmp_path, preset, method):
+    """What was measured is nothing that anybody gave."""
+    asked = make(preset, comm_share=0.3)
+    slow, fast = (Costs(step=0.01, exchange=seconds, rest=0.0) for seconds in (0.2, 0.05))
+    found = chosen_by(asked, 11, slow, fast)
+    assert found.frozen_local_steps and found.outer_iterations != asked.outer_iterations
+    path = write(tmp_path, to_toml(found, {}, asked))
+    assert parse(["--config", path]) == found
+    plain = write(tmp_path, to_toml(chosen_by(make(preset), 11, slow, fast), {}, make(preset)))
+    assert parse(["--config", plain, "--method", method]).method is BY_NAME[method]
 
 
 def test_a_resumed_run_may_be_given_its_length_in_epochs(tmp_path):
@@ -497,7 +535,7 @@ BAD_FLAGS = [
     ("--groups channel --keep-by parameters", "--groups coupled"),
     ("--groups coupled filter --keep-by multiply-adds", "--groups coupled"),
     ("--groups coupled --keep-by parameters --layer-keep-ratio a=0.5", "layer-keep-ratio"),
-    ("--keep-floor 0.1", "give --keep-by"),
+    ("--keep-floor 0.1", "keep-floor means nothing with keep-by groups"),
     ("--score gates --groups coupled --amp fp16", "use bf16"),
     ("--score gates", "give --groups coupled"),
     ("--dropped shrink --freeze-iteration 0", "give freeze-iteration"),
@@ -511,6 +549,12 @@ BAD_FLAGS = [
     ),
     ("--freeze-window 2", "freeze-window means nothing with freeze-drift -1.0"),
     ("--rho-factor 3", "rho-factor means nothing with penalty fixed"),
+    ("--eps-abs 0.1", "eps-abs means nothing with after-freeze local-sgd"),
+    ("--method prunex-flat --eps-rel 0.1", "eps-rel means nothing with after-freeze local-sgd"),
+    ("--preset paper --after-freeze local-sgd --eps-rel 0.1", "eps-rel means nothing"),
+    ("--min-nodes 4", "min-nodes means nothing without --on-node-loss continue; give it as well"),
+    ("--comm-share 0.3", "comm-share means nothing without --local-steps auto"),
+    ("--method diloco --diloco-alpha 0.5", "diloco-alpha means nothing without --overlap-steps"),
     ("--groups filter filter", "names 'filter' twice"),
     ("--layer-keep-ratio layer3", "'layer3'"),
     ("--layer-keep-ratio =0.5", "'=0.5'"),
@@ -528,6 +572,7 @@ BAD_FLAGS = [
     ("--method terngrad --amp fp16", "amp fp16: what terngrad keeps or scales by"),
     ("--method gossip --amp fp16", "amp fp16: what gossip keeps"),
     ("--spardl-teams 2", "spardl.teams means nothing to method prunex"),
+    ("--method spardl --spardl-teams 2 --on-node-loss continue", "spardl.teams 2: once a node is"),
     ("--prunex-t-sync 3", "t-sync 3: what is evaluated is z"),
     ("--prunex-t-sync 99 --evaluate-every 99", "is more than the 64 outer-iterations"),
     ("--prunex-t-sync 2 --evaluate-every 4", "t-sync 2: residuals are measured on z"),
@@ -555,6 +600,7 @@ BAD_FLAGS = [
     ("--method one-shot --one-shot-prune-iteration 0", "from 1 to the 64"),
     ("--epochs 3 --outer-iterations 5", "epochs and outer-iterations are both given"),
     ("--epochs 3 --local-steps 5", "epochs: how many local-steps"),
+    ("--epochs 2000000", "epochs 2000000: outer-iterations must be at most 1000000, not 8000000"),
     ("--help rivals", "--help 'rivals': there is no such group or method"),
     ("--method prunex-flat --ranks-per-node 2", "every rank is a node of its own"),
     ("--rack-of 0", "rack-of 0: a rack has at least one node"),
@@ -571,6 +617,7 @@ BAD_FLAGS = [
     ("--local-epochs 1 --local-steps 5", "--local-steps"),
     ("--warmup-iterations 1.5", "--warmup-iterations"),
     ("--warmup-iterations -1", "--warmup-iterations"),
+    ("--freeze-iteration 16/16", "or a share below 1, not '16/16'"),
     ("--warmup-iterations 40", "reach the keep ratio in iteration 60, beyond freeze-iteration 28"),
     ("--warmup-iterations 60 --freeze-iteration 0", "beyond outer-iterations 64"),
     ("--warmup-iterations 5 --keep-ramp-iterations 0 --freeze-iteration 5", "in iteration 6"),
@@ -589,6 +636,24 @@ BAD_FLAGS = [
     ("--config", "--config"),
     ("--config a.toml --config b.toml", "--config"),
 ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--preset paper --after-freeze local-sgd",
+        "--preset paper --after-freeze local-sgd --eps-abs 0 --eps-rel 0",
+        "--freeze-iteration 0 --eps-abs 0.1",
+        "--preset small --keep-by groups",
+        "--preset small --keep-by groups --keep-floor 0",
+        "--preset thin --comm-share 0.3",
+        "--min-nodes 4 --on-node-loss continue",
+        "--method diloco --diloco-alpha 0.5 --overlap-steps auto --evaluate-every 4",
+        "--method spardl --on-node-loss continue",
+    ],
+)
+def test_what_a_preset_sets_and_what_means_something_is_taken(line):
+    parse(line.split())
 
 
 @pytest.mark.parametrize(("line", "culprit"), BAD_FLAGS)
@@ -681,6 +746,9 @@ def test_help_shows_few_flags_first_and_all_when_asked(capsys):
     own = help_of(capsys, "--help", "dgc")
     assert "--dgc-warmup-epochs N|P/Q|auto" in own and "[auto]" in own and "--lr" not in own
     assert "[int4]" in help_of(capsys, "--preset", "thin", "--help")
+    assert "[int4]" in help_of(capsys, "--preset=thin", "--help")
+    assert "[gpt_nano]" in help_of(capsys, "--dataset", "text", "--help")
+    assert "[0.001]" in help_of(capsys, "--help", "--method", "dense", "--optimizer=adamw")
 
 
 def test_help_tells_what_presets_change(capsys):

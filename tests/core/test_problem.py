@@ -6,6 +6,7 @@ import torch
 from nodes import WORLD, nodes_of
 from torch import nn
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import problem
@@ -13,6 +14,25 @@ from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize(("overlap", "fits"), [(2, True), (3, False)])
+def test_no_exchange_runs_behind_more_steps_than_there_are(overlap, fits):
+    """Which epochs alone do not say."""
+    ways = {"local_epochs": "1/2", "overlap_steps": overlap, "evaluate_every": 4}
+    size = {"dataset": "synthetic", "train_samples": 8 * WORLD.size, "image_size": 8}
+    settings = make(method="local-sgd", batch_size=2, test_samples=8, **size, **ways)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+    transport = build_transport(CPU, 1.0, "host")
+    with nodes_of(1) as topology:
+        given = topology, settings, load_dataset(topology, settings), model, CPU, transport
+        if fits:
+            assert build_problem(*given).steps == 2
+        else:
+            with pytest.raises(UserError, match="overlap-steps 3 is more than the 2 local steps"):
+                build_problem(*given)
 
 
 @pytest.mark.any_mpi

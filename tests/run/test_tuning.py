@@ -69,6 +69,15 @@ def test_a_run_keeps_its_length_and_its_shares(method):
         assert dense_until == pytest.approx(1 / 16 * whole, abs=chosen.local_steps)
 
 
+def test_the_warm_up_of_the_outer_step_keeps_its_share():
+    settings = make("recipe", method="diloco", diloco_outer_warmup="1/8", local_steps="auto")
+    fastest = Costs(step=0.01, exchange=0.0001, rest=0.0)
+    chosen = chosen_by(settings, 11, fastest, fastest)
+    assert chosen.outer_iterations == 11 * settings.outer_iterations
+    share = chosen.options.outer_warmup / chosen.outer_iterations
+    assert share == pytest.approx(1 / 8, abs=1e-2)
+
+
 def test_what_is_given_is_kept():
     settings = make("thin", local_steps=12, overlap_steps="auto")
     chosen = chosen_by(settings, 40, SLOW, FAST)
