@@ -4,7 +4,6 @@
 set -euo pipefail
 
 export PRUNEX_HOME
-cd "${SLURM_SUBMIT_DIR:-.}"
 PRUNEX_ENV=${PRUNEX_ENV:-$PRUNEX_HOME/batch/env-pip.sh}
 if [[ ! -f $PRUNEX_ENV ]]; then
     echo "error: PRUNEX_ENV=$PRUNEX_ENV is not a file: name one like batch/env-modules.sh" >&2

@@ -5,12 +5,20 @@
 # pytest-mpi, mpirun is that of the MPI to be tried. OUT (gpu) receives results.json, a table and
 # the log of every part. LIMIT_S (570) is the time for all parts; what does not fit is not begun,
 # and the table says so. PARTS names some parts alone.
-# Exit code 1 where a part has failed, or has not come to its end.
+# Exit code 1 where a part has failed, was not begun or has not come to its end.
 
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 LIMIT_S=${LIMIT_S:-570}
+ALL=(doctor {host,device,oracles}-{2,4,1} kernels-{resnet18,resnet152} overhead ddp ddp-2
+    phases-{host,device} ddp-compiled)
+for name in ${PARTS:-}; do
+    if [[ " ${ALL[*]} " != *" $name "* ]]; then
+        echo "error: PARTS names $name, which is no part: name some of ${ALL[*]}" >&2
+        exit 2
+    fi
+done
 OUT=$(mkdir -p "${1:-gpu}" && cd "${1:-gpu}" && pwd) || OUT=
 if [[ -z $OUT ]]; then
     echo "error: the folder ${1:-gpu} can't be made: name another one" >&2
@@ -125,5 +133,5 @@ lines += [
 ]
 (out / "table.txt").write_text("\n".join(lines) + "\n")
 print("\n".join(lines))
-raise SystemExit(any(result.startswith(("failed", "not done")) for _, result, _ in rows))
+raise SystemExit(any(result != "passed" for _, result, _ in rows))
 PYTHON

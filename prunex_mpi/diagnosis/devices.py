@@ -11,6 +11,7 @@ import torch
 
 from mpi4py import MPI
 
+from prunex_mpi.base.cores import cores_of, cpu_limit
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology, library_name
@@ -19,7 +20,7 @@ from prunex_mpi.diagnosis.launcher import check_launcher
 from prunex_mpi.diagnosis.probe import BEGUN, PASSED, TRIALS
 from prunex_mpi.diagnosis.ranks import device_buffers_on_cpu, device_buffers_refused
 
-PROBE_TIMEOUT_S = 60
+PROBE_TIMEOUT_S, PROBE_RANKS = 60, 2
 # Of glibc's malloc.h, in bytes: what may be free at the end of the heap before it is given back,
 # and the size from which memory is mapped on its own in place of lying on the heap.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -65,13 +66,14 @@ def choose_device(requested: str, host_rank: int) -> torch.device:
     return device
 
 
-def set_threads(core_sharers: int) -> int:
+def set_threads(core_sharers: int, host_size: int) -> int:
     """Share the cores this rank may use among the ranks that may use the same; return threads.
 
-    OMP_NUM_THREADS wins.
+    All `host_size` ranks of the machine share what it may keep busy. OMP_NUM_THREADS wins.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // core_sharers))
+        cores = len(cores_of(os.sched_getaffinity(0)))
+        torch.set_num_threads(max(1, min(cores // core_sharers, cpu_limit() // host_size)))
     return torch.get_num_threads()
 
 
@@ -134,7 +136,8 @@ def probe_between(device: str, hosts: Sequence[str]) -> tuple[bool, str]:
 
 
 def _try(words: list[str], hosts: Sequence[str] = ()) -> tuple[bool, str]:
-    """Run the probe; return whether it began, and what went wrong."""
+    """Run the probe; return whether its ranks found each other, and what went wrong."""
+    begun, passed = (words.format(PROBE_RANKS) for words in (BEGUN, PASSED))
     command = [sys.executable, "-m", "prunex_mpi.diagnosis.probe", *words]
     launcher = shutil.which("mpiexec")
     if launcher is None:
@@ -145,16 +148,18 @@ def _try(words: list[str], hosts: Sequence[str] = ()) -> tuple[bool, str]:
         return False, f"the probe did not end: {type(error).__name__}"
     except subprocess.TimeoutExpired as error:
         said = error.stdout or b""
-        return BEGUN in str(said), f"the probe did not end: {type(error).__name__}"
-    begun = BEGUN in result.stdout
-    if result.returncode == 0 and PASSED in result.stdout:
-        return begun, ""
-    output = (result.stdout + result.stderr).replace(BEGUN, "").strip().splitlines()
+        return begun in str(said), f"the probe did not end: {type(error).__name__}"
+    together = begun in result.stdout
+    if result.returncode == 0 and passed in result.stdout:
+        return together, ""
+    if result.returncode == 0:
+        return together, f"{launcher} starts no job of {PROBE_RANKS} ranks: it is of another MPI"
+    output = (result.stdout + result.stderr).replace(begun, "").strip().splitlines()
     # Launchers frame in dashes or stars what they say, and say something after a rank has.
     output = [line for line in output if any(map(str.isalnum, line))]
     output = [line for line in output if "Error:" in line] or output
     problem = f"code {result.returncode}: {output[-1] if output else 'no output'}"
-    return begun, f"the probe ended with {problem}"
+    return together, f"the probe ended with {problem}"
 
 
 def run_separately(
@@ -183,7 +188,7 @@ def run_separately(
         places = ["--host", ",".join(f"{host}:1" for host in hosts)]
         places += ["-x", "PYTHONPATH"] if "PYTHONPATH" in environment else []
     return subprocess.run(
-        [launcher, *places, "-n", "2", *command],
+        [launcher, *places, "-n", str(PROBE_RANKS), *command],
         env=environment,
         timeout=timeout_s,
         stdin=subprocess.DEVNULL,
@@ -225,5 +230,5 @@ def resolve_mpi_buffers(
 
 def lone_singleton(world: MPI.Comm) -> str:
     """Return why this job of one rank is not what was asked for, or "" when it is."""
-    lone = errors(check_launcher(world.size, os.environ))
+    lone = errors(check_launcher(world.size, os.environ, terminal=os.isatty(0)))
     return lone[0].line() if lone else ""

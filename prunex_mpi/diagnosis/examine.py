@@ -55,7 +55,7 @@ WIDTH = 100
 
 def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     """Look at everything in turn; only world rank 0 prints. Collective on `world`."""
-    findings = check_launcher(world.size, os.environ)
+    findings = check_launcher(world.size, os.environ, terminal=os.isatty(0))
     if errors(findings):
         return report_singleton(findings, options)
     settings = options.settings
@@ -65,7 +65,7 @@ def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     with nodes_of(world, settings.ranks_per_node) as topology:
         heartbeat.enter("ranks")
         device, problem = find_device(settings.device, topology.host_rank)
-        set_threads(topology.core_sharers)
+        set_threads(topology.core_sharers, topology.host_size)
         facts = gather_facts(topology, device, settings.run_dir, problem)
         heartbeat.enter("file system")
         problems = try_folder(topology, settings.run_dir)
@@ -153,7 +153,7 @@ def try_folder(topology: Topology, run_dir: str) -> dict[str, str]:
     """Return on rank 0 what is wrong with the folder, by host; {} elsewhere and when all is right.
 
     Rank 0 leaves a token in it, or in the nearest folder above that exists, and every node leader
-    must find it there. Collective on `topology.world`.
+    must find it there, and a rank of each machine without one. Collective on `topology.world`.
     """
     world = topology.world
     sent = {"run_dir": os.path.abspath(run_dir), "path": "", "token": secrets.token_hex(16)}
@@ -163,7 +163,7 @@ def try_folder(topology: Topology, run_dir: str) -> dict[str, str]:
         problem = leave_token(sent["path"], sent["token"])
     try:
         received = json.loads(broadcast_text(world, json.dumps({**sent, "problem": problem})))
-        if not received["problem"] and topology.is_leader:
+        if not received["problem"] and (topology.is_leader or topology.host_rank == 0):
             problem = find_token(sent["run_dir"], received)
         answers = gather_text(world, json.dumps([socket.gethostname(), problem]))
     finally:
@@ -225,12 +225,13 @@ def format_topology(facts: Sequence[RankFacts]) -> str:
     for node in sorted({rank.node for rank in facts}):
         ranks = [rank for rank in facts if rank.node == node]
         cores = len({core for rank in ranks for core in rank.cores})
+        busy = min(cores, *(rank.cpu_limit for rank in ranks))
         rows.append(
             (
                 node,
                 "+".join(sorted({rank.host for rank in ranks})),
                 len(ranks),
-                f"{cores} of {max(rank.job_cores for rank in ranks)}",
+                f"{busy} of {max(rank.job_cores for rank in ranks)}",
                 max(rank.threads for rank in ranks),
                 "+".join(dict.fromkeys(f"{r.device} {r.gpu}".strip() for r in ranks)),
             )

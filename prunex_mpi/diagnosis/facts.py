@@ -14,6 +14,8 @@ import torch
 import mpi4py
 from mpi4py import MPI
 
+from prunex_mpi.base.cgroups import number
+from prunex_mpi.base.cores import cores_of, cpu_limit
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name
 from prunex_mpi.core.loading import gpu_identity
@@ -48,7 +50,7 @@ def gather_facts(
     environment = os.environ
     versions = software_versions()
     free_bytes = bytes_free(run_dir)
-    cores = tuple(sorted(os.sched_getaffinity(0)))
+    cores = cores_of(os.sched_getaffinity(0))
     topology.world.Barrier()
     mine = RankFacts(
         rank=topology.world.rank,
@@ -58,6 +60,7 @@ def gather_facts(
         host_rank=topology.host_rank,
         cores=cores,
         job_cores=max(len(cores), cores_of_the_job(environment)),
+        cpu_limit=cpu_limit(),
         threads=torch.get_num_threads(),
         omp_num_threads=environment.get("OMP_NUM_THREADS", ""),
         versions=versions,
@@ -92,11 +95,13 @@ def cores_of_the_job(environment: Mapping[str, str]) -> int:
     What started this process is not bound; where it can't be asked, the cores of the rank count.
     """
     try:
-        cores = len(os.sched_getaffinity(os.getppid()))
+        cpus = os.sched_getaffinity(os.getppid())
     except OSError:
-        cores = 1
-    allocated = environment.get("SLURM_CPUS_ON_NODE", "")
-    return min(cores, int(allocated)) if allocated.isdecimal() else cores
+        return 1
+    cores = len(cores_of(cpus))
+    # Slurm counts hardware threads, where a core has several.
+    allocated = number(environment.get("SLURM_CPUS_ON_NODE")) or len(cpus)
+    return min(cores, -(-allocated * cores // len(cpus)))
 
 
 def thread_level() -> str:

@@ -35,7 +35,8 @@ class Finding:
 class RankFacts:
     """What one rank knows of itself.
 
-    `cores` are those that it may run on, `job_cores` how many its launcher may use on this machine.
+    `cores` are those that it may run on, `job_cores` how many its launcher may use on this machine,
+    `cpu_limit` how many CPUs all ranks there may keep busy (Slurm, the quota of a container).
     `clock` is the time of day when all ranks left one barrier. `gpu` and `gpu_id` are empty on the
     CPU; `device_problem` says why there is not the device that was asked for. `thread_level` is
     what MPI gives (single | funneled | serialized | multiple), `mpi_settings` what the environment
@@ -48,6 +49,7 @@ class RankFacts:
     host_rank: int
     cores: tuple[int, ...]
     job_cores: int
+    cpu_limit: int
     threads: int
     omp_num_threads: str
     versions: dict[str, str]

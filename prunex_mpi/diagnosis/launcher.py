@@ -4,10 +4,21 @@ from collections.abc import Mapping
 
 from prunex_mpi.diagnosis.findings import Finding
 
+# The step that is the shell of an allocation (salloc where use_interactive_step is set).
+INTERACTIVE_STEP = "4294967290"
 
-def check_launcher(ranks: int, environment: Mapping[str, str]) -> list[Finding]:
-    """Find a job that fell apart into jobs of one rank, by what the launcher left behind."""
+
+def check_launcher(
+    ranks: int, environment: Mapping[str, str], *, terminal: bool = False
+) -> list[Finding]:
+    """Find a job that fell apart into jobs of one rank, by what the launcher left behind.
+
+    `terminal` says that this process reads from one: it was typed into a shell, which may itself be
+    a task of Slurm (srun --pty).
+    """
     started, by_slurm = _started_ranks(environment)
+    if by_slurm and terminal:
+        started = 1
     if ranks == 1 and started > 1:
         reason = (
             f"the launcher started {started} ranks but MPI sees a world of 1: the launcher and "
@@ -39,6 +50,7 @@ def describe_launcher(environment: Mapping[str, str]) -> str:
         pmi = "PMI-1 or PMI-2"
     else:
         pmi = "no PMI"
+    environment = _without_shell(environment)
     # From the inside out: an mpirun may itself have been started by srun.
     for variable, name in (
         ("OMPI_COMM_WORLD_SIZE", "mpirun of Open MPI"),
@@ -63,10 +75,14 @@ def launcher_rank(environment: Mapping[str, str]) -> int:
 
 def _started_ranks(environment: Mapping[str, str]) -> tuple[int, bool]:
     """Return how many ranks the launcher started, and whether that was Slurm's srun."""
+    # An mpirun knows better than Slurm, which may have started the shell that it was typed into.
     for variable in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
-        if _count(environment, variable) > 1:
+        if variable in environment:
             return _count(environment, variable), False
     pmi, slurm = _count(environment, "PMI_SIZE"), 1
+    if "MPI_LOCALNRANKS" in environment:
+        return pmi, False
+    environment = _without_shell(environment)
     # Only under srun; an interactive shell of an allocation may start one process by itself.
     if "SLURM_STEP_ID" in environment:
         step = "SLURM_STEP_NUM_TASKS"
@@ -75,6 +91,13 @@ def _started_ranks(environment: Mapping[str, str]) -> tuple[int, bool]:
     if slurm > 1 and pmi in (1, slurm):
         return slurm, True
     return pmi, False
+
+
+def _without_shell(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment of what was started from the shell of an allocation as of no step."""
+    if environment.get("SLURM_STEP_ID") != INTERACTIVE_STEP:
+        return environment
+    return {name: value for name, value in environment.items() if name != "SLURM_STEP_ID"}
 
 
 def _count(environment: Mapping[str, str], variable: str) -> int:

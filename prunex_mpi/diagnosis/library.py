@@ -96,7 +96,9 @@ def check_agreement(facts: Sequence[RankFacts]) -> list[Finding]:
     if not _library(facts).startswith("Open MPI"):
         return []
     findings = []
-    for variable in (REDUCTIONS, HAN_SEGMENTS) if len(by_host(facts)) > 1 else (REDUCTIONS,):
+    # HAN is for several machines.
+    of_han = (HAN_SEGMENTS, HAN_PRIORITY) if len(by_host(facts)) > 1 else ()
+    for variable in (OPEN_MPI_COMPONENTS, REDUCTIONS, *of_han):
         where = differences(facts, lambda rank, name=variable: rank.mpi_settings.get(name, "unset"))
         if where:
             reason = (

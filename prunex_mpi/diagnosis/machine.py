@@ -1,11 +1,11 @@
 """Name what this rank runs on: packages and processor. No MPI is started."""
 
-import os
 import platform
 
 import torch
 
 from prunex_mpi import __version__
+from prunex_mpi.base.cores import usable_cores
 
 
 def package_versions() -> dict[str, str]:
@@ -19,10 +19,9 @@ def package_versions() -> dict[str, str]:
 
 def describe_machine(device: torch.device) -> str:
     """Return processor, cores, device, threads and versions of this rank in one line."""
-    cores = len(os.sched_getaffinity(0))
     where = [
         processor_name(),
-        f"{cores} usable cores",
+        f"{usable_cores()} usable cores",
         f"{torch.get_num_threads()} threads per rank",
     ]
     if device.type == "cuda":

@@ -6,6 +6,8 @@ go over.
 """
 
 import sys
+import time
+import traceback
 
 import numpy as np
 import torch
@@ -21,7 +23,16 @@ SPEED_MIB, SPEED_TURNS = 16, 6
 # Some libraries take device memory and copy it themselves, more slowly: Open MPI 4.1 over shared
 # memory took 3.7 to 4.4 times as long on one H200 as pinned buffers of ours.
 SLOWER = 1.2
-BEGUN, PASSED = "probe began", "probe passed"
+# Of how many ranks: a launcher of another MPI starts jobs of one.
+BEGUN, PASSED = "probe began on {} ranks", "probe passed on {} ranks"
+# A launcher may drop what was said just before an abort.
+FLUSH_S = 0.5
+
+
+def require(right: object, problem: str) -> None:
+    """Raise RuntimeError where a trial is not `right`; an assert may be left out (python -O)."""
+    if not right:
+        raise RuntimeError(problem)
 
 
 def try_sum(world: MPI.Comm, device: str) -> None:
@@ -31,10 +42,10 @@ def try_sum(world: MPI.Comm, device: str) -> None:
     # Not in place, so that even a world of one rank must copy from and to device memory.
     world.Allreduce(mpi_buffer(values), mpi_buffer(total), op=MPI.SUM)
     expected = world.size * (world.size + 1) / 2
-    assert torch.all(total == expected), "Allreduce SUM gave wrong numbers"
+    require(torch.all(total == expected), "Allreduce SUM gave wrong numbers")
     # As training does it.
     world.Allreduce(MPI.IN_PLACE, mpi_buffer(values), op=MPI.SUM)
-    assert torch.all(values == expected), "Allreduce SUM in place gave wrong numbers"
+    require(torch.all(values == expected), "Allreduce SUM in place gave wrong numbers")
 
 
 def try_reduce(world: MPI.Comm, device: str) -> None:
@@ -44,14 +55,14 @@ def try_reduce(world: MPI.Comm, device: str) -> None:
     root = world.size - 1
     world.Reduce(mpi_buffer(values), mpi_buffer(total), op=MPI.SUM, root=root)
     expected = world.size * (world.size + 1) / 2 if world.rank == root else 0
-    assert torch.all(total == expected), "Reduce SUM gave wrong numbers"
+    require(torch.all(total == expected), "Reduce SUM gave wrong numbers")
 
 
 def try_bcast(world: MPI.Comm, device: str) -> None:
     """Bcast. Collective on `world`."""
     values = torch.full((ELEMENTS,), float(world.rank + 1), device=device)
     world.Bcast(mpi_buffer(values), root=0)
-    assert torch.all(values == 1), "Bcast gave wrong numbers"
+    require(torch.all(values == 1), "Bcast gave wrong numbers")
 
 
 def try_bor(world: MPI.Comm, device: str) -> None:
@@ -59,7 +70,7 @@ def try_bor(world: MPI.Comm, device: str) -> None:
     bits = torch.full((ELEMENTS,), 1 << (world.rank % 8), dtype=torch.uint8, device=device)
     union = torch.zeros_like(bits)
     world.Allreduce(mpi_buffer(bits), mpi_buffer(union), op=MPI.BOR)
-    assert torch.all(union == (1 << min(world.size, 8)) - 1), "Allreduce BOR gave wrong bits"
+    require(torch.all(union == (1 << min(world.size, 8)) - 1), "Allreduce BOR gave wrong bits")
 
 
 def try_alltoallv(world: MPI.Comm, device: str) -> None:
@@ -69,7 +80,7 @@ def try_alltoallv(world: MPI.Comm, device: str) -> None:
     parts = [ELEMENTS] * world.size, [rank * ELEMENTS for rank in range(world.size)]
     world.Alltoallv(*([buffer, parts, kind] for buffer, kind in map(mpi_buffer, (sent, received))))
     ranks = torch.arange(1, world.size + 1, dtype=torch.uint8, device=device)
-    assert torch.all(received.view(world.size, -1) == ranks[:, None]), "Alltoallv: wrong bytes"
+    require(torch.all(received.view(world.size, -1) == ranks[:, None]), "Alltoallv: wrong bytes")
 
 
 def try_allgather(world: MPI.Comm, device: str) -> None:
@@ -78,7 +89,7 @@ def try_allgather(world: MPI.Comm, device: str) -> None:
     shares[world.rank] = world.rank + 1
     world.Allgather(MPI.IN_PLACE, mpi_buffer(shares.view(-1)))
     ranks = torch.arange(1, world.size + 1, dtype=torch.uint8, device=device)
-    assert torch.all(shares == ranks[:, None]), "Allgather gave wrong bytes"
+    require(torch.all(shares == ranks[:, None]), "Allgather gave wrong bytes")
 
 
 def try_allgatherv(world: MPI.Comm, device: str) -> None:
@@ -92,7 +103,7 @@ def try_allgatherv(world: MPI.Comm, device: str) -> None:
     world.Allgatherv(MPI.IN_PLACE, [buffer, counts, starts, kind])
     ranks = torch.arange(1, world.size + 1, dtype=torch.uint8, device=device)
     expected = ranks.repeat_interleave(torch.tensor(counts, device=device))
-    assert torch.all(shares == expected), "Allgatherv gave wrong bytes"
+    require(torch.all(shares == expected), "Allgatherv gave wrong bytes")
 
 
 def try_speed(world: MPI.Comm, device: str) -> None:
@@ -115,7 +126,9 @@ def try_speed(world: MPI.Comm, device: str) -> None:
         best[number] = min(taken[1:])
     world.Allreduce(MPI.IN_PLACE, best, op=MPI.MAX)
     times = best[0] / best[1]
-    assert times < SLOWER, f"{SPEED_MIB} MiB take {times:.1f} times as long as through host memory"
+    require(
+        times < SLOWER, f"{SPEED_MIB} MiB take {times:.1f} times as long as through host memory"
+    )
 
 
 # What no number is wrong for: a job that has to be sure of the numbers alone leaves it away.
@@ -134,17 +147,26 @@ TRIALS = {
 
 
 def main(device: str, *operations: str) -> None:
-    """Try `operations`, by default all but the speed, on `device` tensors; say "probe passed"."""
+    """Try `operations`, by default all but the speed, on `device` tensors; say that they passed."""
     world = MPI.COMM_WORLD
     # Whatever the device does, these ranks have found each other.
     world.Barrier()
     if world.rank == 0:
-        print(BEGUN, flush=True)
+        print(BEGUN.format(world.size), flush=True)
+    if device == "cuda":
+        # As ranks of training, each on a GPU of its own; where there is none torch says so.
+        torch.cuda.set_device(world.rank % max(1, torch.cuda.device_count()))
     for operation in operations or (name for name in TRIALS if name != SPEED):
         TRIALS[operation][1](world, device)
     if world.rank == 0:
-        print(PASSED, flush=True)
+        print(PASSED.format(world.size), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except Exception:
+        # The other ranks would wait for this one.
+        traceback.print_exc()
+        time.sleep(FLUSH_S)
+        MPI.COMM_WORLD.Abort(1)

@@ -102,7 +102,9 @@ def check_cores(facts: Sequence[RankFacts]) -> list[Finding]:
 
     def check(ranks: Sequence[RankFacts]) -> list[Finding]:
         usable = {core for rank in ranks for core in rank.cores}
-        job_cores = max(len(usable), *(rank.job_cores for rank in ranks))
+        limit = min(rank.cpu_limit for rank in ranks)
+        there = max(len(usable), *(rank.job_cores for rank in ranks))
+        job_cores = min(limit, there)
         sharers = Counter(rank.cores for rank in ranks)
         crowded = max(sharers, key=lambda cores: sharers[cores] / len(cores))
         bound, to = sharers[crowded], len(crowded)
@@ -112,7 +114,7 @@ def check_cores(facts: Sequence[RankFacts]) -> list[Finding]:
         unbound = "start with mpirun --bind-to none, or srun --cpu-bind=none"
         wait = "a rank that waits in MPI keeps its core busy, so that the others stand still"
         if len(ranks) > job_cores:
-            reason = f"{len(ranks)} ranks share {job_cores} cores: {wait}"
+            reason = f"{len(ranks)} ranks share {limited(there, limit)}: {wait}"
             remedy = f"start at most {job_cores} ranks per machine"
             return [Finding("warning", "cores", reason, remedy)]
         if bound > to:
@@ -123,7 +125,8 @@ def check_cores(facts: Sequence[RankFacts]) -> list[Finding]:
             reason = f"the ranks are bound to {len(usable)} of {job_cores} cores: the others idle"
             remedy = f"{unbound}, or more cores per rank (--cpus-per-task)"
             return [Finding(severity, "cores", reason, remedy)]
-        return [Finding("ok", "cores", f"{len(ranks)} ranks may use {len(usable)} cores")]
+        text = f"{len(ranks)} ranks may use {limited(len(usable), limit)}"
+        return [Finding("ok", "cores", text)]
 
     return per_machine(facts, check)
 
@@ -132,19 +135,25 @@ def check_threads(facts: Sequence[RankFacts]) -> list[Finding]:
     """Find more threads of torch than cores that they may run on."""
 
     def check(ranks: Sequence[RankFacts]) -> list[Finding]:
-        cores = len({core for rank in ranks for core in rank.cores})
+        limit = min(rank.cpu_limit for rank in ranks)
+        there = len({core for rank in ranks for core in rank.cores})
+        cores, words = min(limit, there), limited(there, limit)
         each = max(rank.threads for rank in ranks)
         if each > 1 and sum(rank.threads for rank in ranks) > cores:
-            reason = (
-                f"{len(ranks)} ranks of {each} threads share {cores} cores: they get in each "
-                "other's way"
-            )
+            reason = f"{len(ranks)} ranks of {each} threads share {words}: each is in another's way"
             fair = max(1, cores // len(ranks))
             remedy = f"set OMP_NUM_THREADS={fair}, or unset it for a fair share"
             return [Finding("warning", "threads", reason, remedy)]
-        return [Finding("ok", "threads", f"{each} per rank on {cores} cores")]
+        return [Finding("ok", "threads", f"{each} per rank on {words}")]
 
     return per_machine(facts, check)
+
+
+def limited(cores: int, limit: int) -> str:
+    """Return how many of some cores the ranks of a machine may keep busy, in words."""
+    if cores <= limit:
+        return f"{cores} cores"
+    return f"{limit} of {cores} cores (limited by Slurm or by a cgroup's quota)"
 
 
 def check_free_space(facts: Sequence[RankFacts]) -> list[Finding]:

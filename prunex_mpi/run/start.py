@@ -53,6 +53,7 @@ from prunex_mpi.diagnosis.devices import (
 )
 from prunex_mpi.diagnosis.facts import gather_facts, recorded_versions
 from prunex_mpi.diagnosis.findings import errors
+from prunex_mpi.diagnosis.library import check_agreement
 from prunex_mpi.diagnosis.machine import describe_machine
 from prunex_mpi.diagnosis.ranks import check_ranks
 from prunex_mpi.methods.exchanges import memory_of
@@ -135,7 +136,7 @@ def take_places(
         if threads:
             torch.set_num_threads(threads)
         else:
-            threads = set_threads(topology.core_sharers)
+            threads = set_threads(topology.core_sharers, topology.host_size)
         yield Place(topology, chosen, threads, describe(topology, f"{chosen}, {threads} threads"))
 
 
@@ -169,7 +170,7 @@ def apply_findings(place: Place, settings: Settings) -> None:
     virtual = settings.ranks_per_node > 0 or settings.method.flat
     refused = ""
     if facts:
-        findings = check_ranks(facts, settings.mpi_buffers, virtual)
+        findings = [*check_ranks(facts, settings.mpi_buffers, virtual), *check_agreement(facts)]
         for finding in findings:
             if finding.severity == "warning":
                 log.warning("%s", finding.line())

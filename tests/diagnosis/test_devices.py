@@ -63,21 +63,31 @@ def test_ranks_of_a_machine_share_its_gpus_in_turn(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("allowed", "sharers", "threads"), [(8, 1, 8), (8, 4, 2), (8, 3, 2), (2, 4, 1), (2, 1, 2)]
+    ("cores", "sharers", "limit", "host_size", "threads"),
+    [
+        *((8, 1, 16, 1, 8), (8, 4, 16, 4, 2), (8, 3, 16, 3, 2), (2, 4, 4, 4, 1), (2, 1, 8, 2, 2)),
+        # A quota is for all ranks of the machine, whichever cores are theirs.
+        *((64, 1, 2, 1, 2), (64, 4, 8, 4, 2), (64, 4, 2, 4, 1), (4, 1, 4, 2, 2)),
+    ],
 )
-def test_ranks_share_the_cores_they_may_all_use(allowed, sharers, threads, monkeypatch):
+def test_ranks_share_the_cores_they_may_all_use(
+    cores, sharers, limit, host_size, threads, monkeypatch
+):
     set_to: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)))
+    # Two hardware threads each.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2 * cores)))
+    monkeypatch.setattr(devices, "cores_of", lambda cpus: tuple({cpu // 2 for cpu in cpus}))
+    monkeypatch.setattr(devices, "cpu_limit", lambda: limit)
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    devices.set_threads(sharers)
+    devices.set_threads(sharers, host_size)
     assert set_to == [threads]
 
 
 def test_omp_num_threads_wins(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     before = torch.get_num_threads()
-    assert devices.set_threads(1) == before == torch.get_num_threads()
+    assert devices.set_threads(1, 1) == before == torch.get_num_threads()
 
 
 TAKE_AND_FREE = """
@@ -175,6 +185,13 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("launcher")
+def test_probe_of_ranks_that_do_not_find_each_other_passes_nothing():
+    assert "starts no job of 2 ranks: it is of another MPI" in devices.probe("cpu", "bcast")
+    began, problem = devices.probe_between("cpu", ["a", "b"])
+    assert not began and problem
+
+
 def test_probe_reports_a_crash_a_hang_and_a_missing_program(launcher, monkeypatch):
     assert "code 1: " in devices.probe("no-such-device")
     this_python = sys.executable
@@ -194,7 +211,7 @@ def test_probe_between_hosts_is_one_job_on_two_of_them(library, monkeypatch):
 
     def run(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
         started.append((command, env))
-        said = "probe began\n" if len(started) == 1 else ""
+        said = "probe began on 2 ranks\n" if len(started) == 1 else ""
         return subprocess.CompletedProcess(command, 139, said, "no route")
 
     for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_PROCID", "SLURM_STEP_ID"):
@@ -302,6 +319,10 @@ def test_slurm_tasks_that_do_not_find_each_other_are_noticed(variables, lone, mo
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    # As typed into a shell that srun --pty started as one of its tasks.
+    monkeypatch.setattr(os, "isatty", lambda _: True)
+    assert devices.lone_singleton(MPI.COMM_SELF) == ""
+    monkeypatch.setattr(os, "isatty", lambda _: False)
     message = devices.lone_singleton(MPI.COMM_SELF)
     assert bool(message) is lone
     if lone:

@@ -9,10 +9,11 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import run_job
+from launch import environment, run_job
 from nodes import NODE_SHAPES, WORLD, nodes_of
 
 from mpi4py import MPI
@@ -37,6 +38,7 @@ from prunex_mpi.diagnosis.findings import SEVERITIES, Finding, RankFacts, errors
 from prunex_mpi.diagnosis.launcher import check_launcher, describe_launcher, launcher_rank
 from prunex_mpi.diagnosis.links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
 from prunex_mpi.diagnosis.options import parse
+from prunex_mpi.run import start
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -48,6 +50,7 @@ RANK = RankFacts(
     host_rank=0,
     cores=(0, 1, 2, 3),
     job_cores=4,
+    cpu_limit=64,
     threads=2,
     omp_num_threads="",
     versions={"torch": "2.5", "prunex_mpi": "0.1", "python": "3.11", "mpi": "M", "mpi4py": "4.1"},
@@ -195,6 +198,21 @@ def test_ranks_need_cores_of_their_own(cores, job_cores, severity, words):
     ranks = [replace(RANK, rank=i, cores=c, job_cores=job_cores) for i, c in enumerate(cores)]
     found = the_only(findings_ranks.check_cores(ranks), severity, words)
     assert bool(found.remedy) == (severity == "warning")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "severities"),
+    [(2, 1, ["ok", "ok"]), (2, 2, ["ok", "warning"]), (4, 1, ["warning", "ok"])],
+)
+def test_what_slurm_and_quotas_give_counts_and_not_the_affinity(ranks, threads, severities):
+    """Nor do cores idle that nobody may keep busy."""
+    one = replace(RANK, cores=tuple(range(8)), job_cores=64, cpu_limit=2, threads=threads)
+    job = [replace(one, rank=i) for i in range(ranks)]
+    found = [*findings_ranks.check_cores(job), *findings_ranks.check_threads(job)]
+    assert [finding.severity for finding in found] == severities
+    for finding in found:
+        assert "2 of " in finding.reason and "Slurm or by a cgroup's quota" in finding.reason
+    assert " 2 of 64 " in examine.format_topology(job)
 
 
 def test_idle_cores_matter_less_beside_a_gpu():
@@ -445,6 +463,9 @@ def test_algorithms_must_be_those_of_all_ranks():
     assert found.remedy.endswith(f"mpirun -x {reductions}")
     mixed = under(OPEN_MPI, JOB[:2], **{segments: "65536"}) + under(OPEN_MPI, JOB[2:])
     the_only(check(mixed), "error", f"{segments} is 65536 on alpha, unset on beta")
+    for name, value in (("OMPI_MCA_coll", "^han"), ("OMPI_MCA_coll_han_priority", "0")):
+        other = under(OPEN_MPI, JOB[:2], **{name: value}) + under(OPEN_MPI, JOB[2:])
+        the_only(check(other), "error", f"{name} is {value} on alpha, unset on beta")
     # One machine has no use for these; another library for none of them.
     assert check([replace(rank, host="alpha") for rank in mixed]) == []
     assert check(under(MPICH, JOB[:2], **{reductions: "1"}) + under(MPICH, JOB[2:])) == []
@@ -480,6 +501,7 @@ def test_all_of_the_library_is_looked_at_together():
         ({"SLURM_STEP_ID": "0", "PMI_FD": "9", "PMI_RANK": "5"}, "srun (PMI-1 or PMI-2)", 5),
         # The shell of an allocation; mpirun leaves it as it is in its first rank.
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "none", 0),
+        ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}, "none", 0),
         ({"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "SLURM_PROCID": "0"}, "PMIx", 1),
     ],
 )
@@ -509,6 +531,13 @@ def test_a_job_that_fell_apart_is_an_error(variables, words):
 def test_one_process_is_what_it_is():
     the_only(check_launcher(1, {}), "note", "mpirun or srun")
     the_only(check_launcher(1, {"OMPI_COMM_WORLD_SIZE": "1"}), "ok")
+    # From a shell that is one of the tasks of srun --pty.
+    shell = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    for variable in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS"):
+        the_only(check_launcher(1, {**shell, variable: "1"}), "ok", "mp")
+    the_only(check_launcher(1, shell, terminal=True), "ok")
+    shell["SLURM_STEP_ID"] = "4294967290"
+    the_only(check_launcher(1, shell), "note", "without a launcher")
     the_only(check_launcher(1, {"SLURM_NTASKS": "4"}), "note")
     the_only(check_launcher(1, {"PMI_SIZE": "many"}), "note")
 
@@ -558,9 +587,15 @@ def test_facts_survive_as_text_even_from_another_version():
     assert from_json(json.dumps(sent), replace(RANK, gpus=7)) == replace(JOB[3], gpus=7)
 
 
-def test_cores_of_a_slurm_job_are_those_it_was_given():
+def test_cores_of_a_slurm_job_are_those_it_was_given(monkeypatch):
     assert cores_of_the_job({}) >= 1
     assert cores_of_the_job({"SLURM_CPUS_ON_NODE": "1"}) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    cores_of = "prunex_mpi.diagnosis.facts.cores_of"
+    monkeypatch.setattr(cores_of, lambda cpus: tuple({cpu % 32 for cpu in cpus}))
+    assert cores_of_the_job({}) == 32
+    # Of hardware threads.
+    assert cores_of_the_job({"SLURM_CPUS_ON_NODE": "16"}) == 8
 
 
 def test_the_folder_above_counts_where_there_is_none_yet(tmp_path):
@@ -672,10 +707,14 @@ def test_every_node_opens_what_rank_zero_wrote(tmp_path):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_node_that_sees_another_folder_is_found(monkeypatch):
+@pytest.mark.parametrize("ranks_per_node", [1, WORLD.size])
+def test_a_host_that_sees_another_folder_is_found(ranks_per_node, monkeypatch):
+    """Even one where all ranks belong to a node that is led from elsewhere."""
     if WORLD.rank == 1:
         monkeypatch.setattr(examine.os.path, "abspath", lambda path: f"/elsewhere/{path}")
-    with nodes_of(1) as topology:
+    with nodes_of(ranks_per_node) as topology:
+        if WORLD.rank == 1:
+            topology = replace(topology, host_rank=0)
         problems = examine.try_folder(topology, "runs")
     monkeypatch.undo()
     if WORLD.rank == 0:
@@ -735,7 +774,8 @@ def test_a_trial_sees_wrong_numbers():
     for name, (_, operation) in doctor_probe.TRIALS.items():
         if name == doctor_probe.SPEED:
             continue
-        with pytest.raises(AssertionError, match="wrong"):
+        # No assert, which python -O leaves out.
+        with pytest.raises(RuntimeError, match="wrong"):
             operation(Deaf(), "cpu")
 
 
@@ -747,8 +787,33 @@ def test_a_library_that_copies_more_slowly_than_we_do_is_seen(slow, refused, mon
 
     monkeypatch.setattr(doctor_probe, "build_transport", lambda *given: Way(given[-1]))
     monkeypatch.setattr(doctor_probe, "allreduce_", allreduce)
-    with pytest.raises(AssertionError, match="times as long") if refused else nullcontext():
+    with pytest.raises(RuntimeError, match="times as long") if refused else nullcontext():
         doctor_probe.try_speed(WORLD, "cpu")
+
+
+@pytest.mark.mpi
+def test_ranks_of_the_probe_take_gpus_in_turn(monkeypatch):
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(doctor_probe, "TRIALS", {"bcast": ("Bcast", lambda *_: None)})
+    doctor_probe.main("cuda")
+    doctor_probe.main("cpu")
+    assert taken == [WORLD.rank % 2]
+
+
+@pytest.mark.jobs
+def test_a_rank_that_fails_ends_the_whole_probe(tmp_path):
+    """The other one would wait for it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, torch\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n"
+        "    del torch.full\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    words = ["-m", "prunex_mpi.diagnosis.probe", "cpu", "bcast"]
+    ended = run_job(2, words, tmp_path, PYTHONPATH=paths)
+    assert ended.returncode == 1 and "AttributeError: " in ended.stderr
 
 
 class Way(str):
@@ -808,6 +873,15 @@ def test_singletons_are_one_finding_told_by_one_of_them(monkeypatch, capsys):
             assert printed.count("  error  ") == 1
             assert "Slurm started 2 tasks" in printed
             assert printed.endswith("training would fail: launcher\n")
+
+
+def test_training_refuses_algorithms_that_differ(monkeypatch):
+    job = under(OPEN_MPI)
+    job[1] = replace(job[1], mpi_settings={"OMPI_MCA_coll": "^han"})
+    place = start.Place(SimpleNamespace(world=MPI.COMM_SELF), CPU, 1, "")
+    monkeypatch.setattr(start, "gather_facts", lambda *_: job)
+    with pytest.raises(UserError, match=r"OMPI_MCA_coll is .*han on alpha"):
+        start.apply_findings(place, parse([]).settings)
 
 
 @pytest.mark.any_mpi

@@ -1,4 +1,4 @@
-"""batch/gpu.sh where there is no GPU, and that it is a script at all."""
+"""Scripts of batch/ without what they are for: gpu.sh without a GPU, _slurm.sh without Slurm."""
 
 import os
 import subprocess
@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).resolve().parents[2] / "batch/gpu.sh"
-
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "batch/gpu.sh"
+TORCH = """
+__version__ = "2"
+class cuda:
+    is_available = staticmethod(lambda: True)
+    get_device_name = staticmethod(lambda: "GPU")
+"""
 
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
@@ -29,3 +35,41 @@ def test_it_says_what_it_lacks(tmp_path, folder, python, says):
     )
     assert result.returncode == 2 and says in result.stderr
     assert not result.stdout
+
+
+def test_parts_that_were_not_begun_are_no_success(tmp_path):
+    """Nor is a part that is none, and what an earlier call has left stays."""
+    (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "results.json").touch()
+
+    def run(**variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(SCRIPT), str(tmp_path)],
+            env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)} | variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    refused = run(PARTS="doctor typo")
+    assert refused.returncode == 2 and "PARTS names typo" in refused.stderr
+    assert (tmp_path / "results.json").exists() and not (tmp_path / "parts.tsv").exists()
+
+    ended = run(LIMIT_S="0")
+    assert ended.returncode == 1, ended.stderr
+    rows = [line.split("\t") for line in (tmp_path / "parts.tsv").read_text().splitlines()]
+    assert {result for _, result, _ in rows} == {"not begun"}
+    names = refused.stderr.split("name some of ")[1].split()
+    assert sorted(names) == sorted(name for name, _, _ in rows)
+
+
+def test_a_job_of_slurm_works_where_sbatch_says(tmp_path):
+    """Slurm has gone to the folder of the submission already, or to that of --chdir."""
+    (tmp_path / "env.sh").touch()
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
+    slurm |= {"SLURM_JOB_NODELIST": "a", "PRUNEX_HOME": str(ROOT), "PRUNEX_ENV": "env.sh"}
+    script = f"source {ROOT}/batch/_slurm.sh >&2; pwd"
+    result = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=os.environ | slurm, capture_output=True, text=True
+    )
+    assert result.stdout.strip() == str(tmp_path), result.stderr

@@ -228,7 +228,15 @@ def test_a_signal_that_the_launcher_passes_on_leaves_a_checkpoint(tmp_path):
 def test_launcher_mismatch_is_refused(tmp_path):
     """Slurm started two tasks but the MPI sees one: N silent singletons otherwise."""
     slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"}
-    assert_refused(train(1, [], tmp_path, **slurm), 2, "Slurm started 2 tasks")
+    result = subprocess.run(
+        [sys.executable, "-m", "prunex_mpi.train"],
+        cwd=tmp_path,
+        env=environment(**slurm),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert_refused(result, 2, "Slurm started 2 tasks")
 
 
 @pytest.mark.any_mpi
