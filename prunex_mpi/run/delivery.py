@@ -54,14 +54,19 @@ def judge_best(topology: Topology, context: RunContext) -> dict[str, Any]:
 
     Collective on `world`.
     """
-    best = context.state.position.best
-    if context.problem.kept_back is None or not best:
+    if context.problem.kept_back is None or not context.state.position.best:
         return {}
     with best_of(context):
         tested = judge(topology, context, context.problem.kept_back)
-    task, found = context.problem.task, Judged(*best)
-    held_out = {"iteration": found.iteration, **task.outcome(found.loss, found.accuracy)}
-    return {**{f"test_{name}": value for name, value in tested.items()}, "validation": held_out}
+    tests = {f"test_{name}": value for name, value in tested.items()}
+    return {**tests, "validation": held_out_of(context)}
+
+
+def held_out_of(context: RunContext) -> dict[str, Any]:
+    """Return what the best network reached on data held out, and in which outer iteration."""
+    found = Judged(*context.state.position.best)
+    outcome = context.problem.task.outcome(found.loss, found.accuracy)
+    return {"iteration": found.iteration, **outcome}
 
 
 def save_model(

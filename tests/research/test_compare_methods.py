@@ -3,8 +3,10 @@
 import json
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text
+from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.compress.sparse import kept_per_layer
 from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.config.resolve import make
@@ -25,7 +28,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, Segment, build_layout
 from prunex_mpi.research.compare import compare_methods, kept_runs, run_rows
-from prunex_mpi.research.compare.compare_methods import compare
+from prunex_mpi.research.compare.compare_methods import compare, machine_of, title_of
 from prunex_mpi.research.compare.compare_options import parse
 from prunex_mpi.research.compare.outcomes import Point, Quality, at_chance, to_dict
 from prunex_mpi.research.compare.run_rows import count_zeros, curve_of, operations, split_seconds
@@ -117,7 +120,7 @@ def test_the_operations_of_every_method_are_named():
 @pytest.fixture
 def quiet(monkeypatch):
     """Leave this process's threads, log and exception hook as they are."""
-    monkeypatch.setattr("prunex_mpi.run.start.set_threads", lambda _: 1)
+    monkeypatch.setattr("prunex_mpi.run.start.set_threads", lambda *_: 1)
     monkeypatch.setattr(compare_methods, "set_up_logging", lambda *_: None)
     monkeypatch.setattr("prunex_mpi.run.program.abort_on_exceptions", lambda *_: None)
 
@@ -180,6 +183,7 @@ def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
             total = json.load(file)
         assert total["status"] == "completed"
         assert total["test_accuracy"] is None
+        assert total["validation"]["iteration"] in (1, 2)
         accuracy = cells(results, method)["validation accuracy %"]
         assert 100 * total["validation"]["accuracy"] == pytest.approx(accuracy)
 
@@ -265,6 +269,15 @@ def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, 
     with pytest.raises(UserError, match="finish it with --reveal"):
         compared([*flags, "--resume"], tmp_path)
     on_rank_0(lambda: (images / "kept").rename(images / "test"))
+    on_rank_0(lambda: Path(f"{place}/runs/reveal.json").unlink())
+    # What can't be tested is told before anything is noted.
+    model = Path(f"{place}/runs/local-1/state.safetensors")
+    on_rank_0(lambda: model.rename(f"{model}.kept"))
+    with pytest.raises(UserError, match=r"local-1/state\.safetensors"):
+        compared([*flags, "--reveal"], tmp_path)
+    assert not Path(f"{place}/runs/reveal.json").exists()
+    WORLD.Barrier()
+    on_rank_0(lambda: Path(f"{model}.kept").rename(model))
     tables, place = compared([*flags, "--reveal"], tmp_path)
     assert len(trained) == 8
     after = whole(place)
@@ -422,6 +435,10 @@ def test_rows_by_epochs_that_round_to_other_steps_are_refused_before_they_train(
     options = parse([f"--plan={plan}", *flags, "--seeds=0"])
     with pytest.raises(UserError, match="whole has 48 and often 64"):
         compare(WORLD, options)
+    row = '[rows.one]\nmethod = "dense"\nlocal-epochs = "1/2"\ngrid = {outer-iterations = [2, 4]}'
+    options = parse([write_plan(tmp_path / "tuned", row), *flags])
+    with pytest.raises(UserError, match=r"row one: trials must be .* have 48 to 96 per rank"):
+        compare(WORLD, options)
 
 
 @pytest.mark.any_mpi
@@ -452,8 +469,21 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_path):
-    _, first = compared(["--methods", "dense", "--seeds", "0", "1"], tmp_path / "first")
+def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_path, monkeypatch):
+    alive: list[weakref.ref] = []
+    load = run_rows.Bench.load
+
+    def loaded(bench, settings):
+        # Those of the seed before are gone: both would not fit.
+        assert not [dataset for dataset in alive if dataset() is not None]
+        dataset = load(bench, settings)
+        alive.append(weakref.ref(dataset))
+        return dataset
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_rows.Bench, "load", loaded)
+        _, first = compared(["--methods", "dense", "--seeds", "0", "1"], tmp_path / "first")
+    assert len(alive) == 2
     flags = ["--methods", "local-sgd", "--seeds", "0", "1", "--distillation-alpha=0.1"]
     paths = [f"--{name}={first}/runs/dense-{{seed}}" for name in ("init-from", "teacher")]
     _, second = compared([*flags, *paths], tmp_path / "second")
@@ -466,6 +496,14 @@ def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_pat
     assert digests[0] != digests[1]
     # Both are of one row, as it stands in the file.
     assert compare(WORLD, parse([f"--from={second}/tables.json"])) == 0
+    # Nor is one taken over that began with other weights.
+    source = Path(f"{first}/runs/dense-0/state.safetensors")
+    on_rank_0(lambda: shutil.copy(f"{first}/runs/dense-1/{source.name}", source))
+    with pytest.raises(UserError, match=r"of a run with other weights of init-from"):
+        compared([*flags, *paths, "--resume"], tmp_path / "second")
+    # Where they are gone that can't be told.
+    on_rank_0(source.unlink)
+    compared([*flags, *paths, "--resume"], tmp_path / "second")
 
 
 @pytest.mark.any_mpi
@@ -480,11 +518,16 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     outcome = Path(place) / "runs" / "outcomes" / "local-sgd-0.json"
     if WORLD.rank == 0:
         kept = outcome.read_text(encoding="utf-8")
-        wrong = {**json.loads(kept), "place": {"ranks on nodes": "9 9"}}
-        outcome.write_text(json.dumps(wrong), encoding="utf-8")
-    WORLD.Barrier()
-    with pytest.raises(UserError, match="other ranks on nodes \\('9 9'; here"):
-        compare(WORLD, parse(again))
+        told = json.loads(kept)["place"]
+        assert told["sizes of the data"] == "num_classes 10 image_size 8"
+        assert told["MPI buffers"] == "host" and told["images held out"]
+    for key in ("ranks on nodes", "MPI buffers", "images held out"):
+        if WORLD.rank == 0:
+            wrong = {**json.loads(kept), "place": {key: "9 9"}}
+            outcome.write_text(json.dumps(wrong), encoding="utf-8")
+        WORLD.Barrier()
+        with pytest.raises(UserError, match=f"other {key} \\('9 9'; here"):
+            compare(WORLD, parse(again))
     on_rank_0(lambda: outcome.write_text(kept, encoding="utf-8"))
     with pytest.raises(UserError, match="is there already; --resume"):
         compare(WORLD, parse([word for word in again if word != "--resume"]))
@@ -513,6 +556,27 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     WORLD.Barrier()
     assert compare(WORLD, parse(again)) == 0
     assert (Path(place) / "runs" / "local-sgd-0" / "summary.json").exists()
+
+
+def test_buffers_are_told_where_there_are_several_kinds():
+    host = torch.empty(1), torch.empty(1)
+    place = SimpleNamespace(describe=lambda: {"mpi": "some"})
+    found = []
+    for device, staging in (("cpu", None), ("cuda", host), ("cuda", None)):
+        bench = run_rows.Bench(None, None, torch.device(device), Transport(8, staging), Heartbeat())
+        found.append(machine_of(place, bench).get("buffers"))
+    assert found == [None, "MPI buffers on the host", "MPI buffers on the device"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "model"),
+    [("", "resnet20"), ("--dataset=text", "gpt_nano"), ("--dataset=text --model=gpt", "gpt")],
+)
+def test_a_comparison_is_called_by_the_model_that_is_trained(flags, model):
+    topology = SimpleNamespace(world_size=2, num_nodes=1)
+    bench = SimpleNamespace(options=parse(["--methods=dense", *flags.split()]), topology=topology)
+    dataset = SimpleNamespace(train_total=1000, val_total=100)
+    assert title_of(bench, dataset).startswith(f"Comparison: {model}, ")
 
 
 @pytest.mark.any_mpi

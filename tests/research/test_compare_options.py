@@ -12,7 +12,7 @@ from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.models.inputs import Images, Tokens
 from prunex_mpi.research.compare.compare_options import parse
-from prunex_mpi.research.compare.plan import read_plan, settings_of
+from prunex_mpi.research.compare.plan import Row, named, read_plan, settings_of
 from prunex_mpi.settings.values import AUTO
 
 PLAN = """
@@ -47,6 +47,7 @@ grid = {freeze-iteration = ["7/16", "1/2"]}
 # What replaces the first grid by none, where nothing is tuned.
 UNTUNED = "[settings]" + PLAN.partition("[settings]")[2]
 UNTUNED = "\n".join(line for line in UNTUNED.splitlines() if "grid" not in line)
+LOCAL_STEPS = "local-steps = 4\ngrid = {lr = [0.1, 0.2]}"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,7 @@ def test_flags_that_are_given_twice_add_up():
 
 COMMON_PLACE = "[settings]\n{0}\n[rows.a]\nmethod = 'dense'"
 ROW_PLACE = "[rows.a]\nmethod = 'dense'\n{0}"
+TUNED = "[protocol]\ntrials = 1\nlength = '1'\ntune-seed = 3\nseeds = [0]\n"
 
 
 @pytest.mark.parametrize(
@@ -191,14 +193,23 @@ ROW_PLACE = "[rows.a]\nmethod = 'dense'\n{0}"
     [
         *((COMMON_PLACE, what) for what in ("model", "dataset", "loss")),
         *((ROW_PLACE, what) for what in ("model", "loss")),
+        *((f"{TUNED}{ROW_PLACE}", f"grid.{what}") for what in ("model", "loss")),
     ],
 )
 def test_a_plan_imports_only_what_a_flag_repeats(tmp_path, place, what):
     path = tmp_path / "plan.toml"
-    path.write_text(place.format(f"{what} = 'mine:made'"), encoding="utf-8")
+    value = "['mine:made']" if "grid" in what else "'mine:made'"
+    path.write_text(place.format(f"{what} = {value}"), encoding="utf-8")
+    what = what.removeprefix("grid.")
     with pytest.raises(UserError, match=rf"names the {what} 'mine:made', and importing it runs"):
         parse(["--plan", str(path)])
     assert parse(["--plan", str(path), f"--{what}", "mine:made"]).rows
+
+
+def test_what_rows_and_grids_name_is_found():
+    row = Row("a", "dense", {"model": "m:b"})
+    tuned = Row("b", "dense", {}, {"model": ("m:c", "m:d")})
+    assert named("model", {"model": "m:a"}, [row, tuned]) == ["m:a", "m:b", "m:c", "m:d"]
 
 
 def test_rows_of_a_plan_can_be_chosen(tmp_path):
@@ -235,6 +246,14 @@ def test_rows_of_a_plan_can_be_chosen(tmp_path):
         ("{lr = [0.5, 1.0]}", "[0.5, 1.0]", ["grid", "{lr = [0.1, 0.2]}"]),
         ("{lr = [0.5, 1.0]}", "{seed = [1, 2]}", ["seed", "[rows.dense]"]),
         ("{lr = [0.1, 0.2]}", "{local-steps = [4, 8]}", ["local-steps", "beside it"]),
+        # Trials of other lengths would compete.
+        ("{lr = [0.5, 1.0]}", "{outer-iterations = [8, 80]}", ["row dense", "512 to 5,120"]),
+        (
+            "{lr = [0.5, 1.0]}",
+            "{local-steps = [16, 32]}\nown-length = true",
+            ["row dense", "1,024"],
+        ),
+        (LOCAL_STEPS, 'grid = {local-steps = [4, "auto"]}', ["auto", "T = 4", "trials"]),
         ("tune-seed = 3", "tune-seed = 1", ["tune-seed", "different"]),
         ("seeds = [0, 1]", "seeds = [0, 0]", ["seeds", "once"]),
         ("seeds = [0, 1]", "seeds = []", ["seeds", "list"]),

@@ -26,6 +26,7 @@ from prunex_mpi.tools.report.comparisons import (
     front,
     lead,
     pictures_of,
+    problem_of,
     read_comparison,
 )
 
@@ -158,6 +159,11 @@ def test_a_course_is_the_mean_over_seeds():
     shorter = replace(runs[1], measured=replace(other, curve=other.curve[1:]))
     (ends,) = curves_of([to_dict(runs[0]), to_dict(shorter)], ACCURACY)
     assert (ends.sent_mib, ends.values) == ((1,), pytest.approx((60,)))
+    # A mean of those that ended says of how many.
+    lost = Outcome("dense", 2, 0.1, None, "failed: no room", failed=True)
+    (some,) = curves_of([*map(to_dict, runs), to_dict(lost)], ACCURACY)
+    assert (curve.label, some.label) == ("dense", "dense (2 of 3 seeds)")
+    assert problem_of(to_dict(lost)) == "dense, seed 2, failed: no room"
 
 
 def compared(folder: Path, runs: list[Outcome], **more: object) -> Compared:
@@ -220,4 +226,12 @@ def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first(tmp_path):
     assert names[0] == f"row {MOST_CURVES_DRAWN}"
     names, courses = drawn(MOST_CURVES_DRAWN + 1)
     assert courses == 0
+    # Who did not end in all seeds is not on the line of the best.
+    given = [run for row in map(str, range(9)) for run in outcomes(row)]
+    given[0] = replace(given[0], measured=replace(RAN, curve=(Point(2, 1, 1.0, 0.9),)))
+    given.append(Outcome("0", 1, 0.1, None, "why"))
+    with styled():
+        panel = pictures_of(compared(tmp_path, given), 1)[0].figure.axes[0]
+    (line,) = (line for line in panel.lines if line.get_color() == "#999999")
+    assert line.get_xydata().tolist() == [[1, 50]]
     assert names[:2] == [f"1 row {MOST_CURVES_DRAWN + 1}", f"2 row {MOST_CURVES_DRAWN}"]

@@ -1,11 +1,12 @@
 """The paper's figures: drawn from runs, with its values beside theirs, or refused in one line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded import BROADCAST, make_run
+from recorded import BROADCAST, make_run, write_lines
 from safetensors.numpy import save_file
 
 from prunex_mpi import bench
@@ -173,7 +174,8 @@ def test_scaling_is_measured_over_ranks(tmp_path):
     paths = [scaled(tmp_path / str(n), n, 6.0 / n**0.5) for n in (4, 1)]
     with styled():
         drawn = scaling([read_run(path) for path in paths])
-    assert below(drawn)["prunex resnet20 digits"][0].startswith("2.00 on 4 times as many ranks")
+    name = "prunex resnet20 digits with fixed masks"
+    assert below(drawn)[name][0].startswith("2.00 on 4 times as many ranks")
     panel, share = drawn.figure.axes
     assert len(panel.lines) == 2
     assert share.lines[0].get_xydata().tolist() == [[1, 100], [4, pytest.approx(50)]]
@@ -192,12 +194,41 @@ def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path):
     with styled():
         drawn = scaling(runs)
         alone = scaling(runs[:3])
-    whole = "prunex resnet20 digits, train-samples 0, payload fp32"
+    name = "prunex resnet20 digits with fixed masks"
+    whole = f"{name}, train-samples 0, payload fp32"
     assert list(below(drawn)) == [whole]
     assert below(drawn)[whole][0].startswith("4.00 on 4 times")
-    assert list(below(alone)) == ["prunex resnet20 digits"]
-    with pytest.raises(UserError, match="payload fp32; prunex resnet20 digits, payload int4"):
+    assert list(below(alone)) == [name]
+    with pytest.raises(UserError, match=f"payload fp32; {name}, payload int4"):
         scaling([runs[0], runs[3]])
+
+
+def test_scaling_is_of_one_stage_with_the_steps_of_it(tmp_path):
+    runs = []
+    for ranks, fixed in ((1, 20), (2, 5)):
+        path = scaled(tmp_path / str(ranks), ranks, 8.0, local_steps=10, frozen_local_steps=fixed)
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        # The outer iteration that fixes them, the third, has the steps of before.
+        for line in lines[3:]:
+            line["seconds"]["local"] = fixed / 10
+        write_lines(path / "metrics.jsonl", lines)
+        runs.append(read_run(path))
+    with styled():
+        ((name, (here, _)),) = below(scaling(runs)).items()
+    assert name == "prunex resnet20 digits by steps with fixed masks"
+    assert here.startswith("2.00 on 2 times")
+
+
+def test_runs_whose_work_or_ranks_change_have_no_place_in_scaling(tmp_path):
+    run = read_run(scaled(tmp_path / "run", 2, 1.0))
+    growing = read_run(scaled(tmp_path / "qsr", 4, 1.0, method="qsr"))
+    with pytest.raises(UserError, match=r"qsr have more and more local steps.*qsr' away"):
+        scaling([run, growing])
+    lines = [json.loads(line) for line in (run.path / "ranks.jsonl").read_text().splitlines()]
+    fewer = make_run(tmp_path / "fewer", iterations=1, nodes=(1,)) / "ranks.jsonl"
+    write_lines(run.path / "ranks.jsonl", [*lines, json.loads(fewer.read_text())])
+    with pytest.raises(UserError, match=r"the ranks of .* changed \(1 and 2\)"):
+        scaling([run])
 
 
 def test_ratios_have_the_spread_of_their_seeds(tmp_path):
@@ -216,6 +247,30 @@ def test_ratios_have_the_spread_of_their_seeds(tmp_path):
     )
     assert found["prunex, channel, keep 0.25"] == ("70.00 % (1 run)", "-")
     assert found["dense, keep 1"][1] == "85.96 %"
+
+
+def test_ratios_say_what_they_count_and_on_which_images(tmp_path):
+    runs = []
+    for number, (ratio, counted) in enumerate(((0.5, "groups"), (0.25, "parameters"))):
+        given = {"keep_ratio": [ratio], "keep_by": counted, "groups": ["coupled"]}
+        runs.append(read_run(make_run(tmp_path / str(number), iterations=4, **given)))
+    # As `bench compare` keeps it.
+    kept = {"test_accuracy": None, "validation": {"accuracy": 0.5, "loss": 1.0}}
+    runs[1] = replace(runs[1], summary=runs[1].summary | kept)
+    dense = replace(runs[1], path=tmp_path, config={"method": "dense"})
+    with styled():
+        drawn, alone = ratios(runs), ratios([runs[1], dense])
+    assert [row.what for row in drawn.rows] == [
+        "prunex, coupled, keep 0.5",
+        "prunex, coupled, by parameters, keep 0.25",
+    ]
+    panels = [one.figure.axes[0] for one in (drawn, alone)]
+    assert [panel.get_ylabel() for panel in panels] == [
+        "test or held-out accuracy % at the end",
+        "held-out accuracy % at the end",
+    ]
+    assert panels[0].get_xlabel() == "keep ratio: share of the groups or parameters that is kept"
+    assert "share of the parameters that" in panels[1].get_xlabel()
 
 
 def test_patterns_are_those_of_the_weights(run):

@@ -47,7 +47,7 @@ def test_the_best_trial_is_at_the_edge_of_what_are_numbers():
 
 def test_rows_that_saw_other_numbers_of_samples_are_not_compared():
     require_same_work([*outcomes("dense", "topk"), Outcome("prunex", 0, 0.1, None, "diverged")])
-    with pytest.raises(RuntimeError, match="samples"):
+    with pytest.raises(UserError, match=r"samples \(dense 100, topk 99\)"):
         require_same_work(outcomes("dense") + outcomes("topk", samples=99))
     require_same_work(outcomes("dense") + outcomes("topk", samples=99), ["topk"])
     with pytest.raises(RuntimeError, match="fewer samples"):

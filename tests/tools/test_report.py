@@ -323,7 +323,32 @@ def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path):
     assert all(len(line.get_ydata()) for line in lower.lines)
     table = several_runs.table_of(both)
     assert table.rows[0][4] == table.rows[1][4] == both[1].final
-    assert "--val-split" in table.notes[1]
+    assert "--val-split" in table.notes[1] and table.notes[1].endswith("on the test images.")
+    # A run that `bench compare` keeps has been tested on no image.
+    kept = {"test_accuracy": None, "validation": {"accuracy": 0.5, "loss": 1.0}}
+    untested = replace(both[0], name="kept", summary=both[0].summary | kept)
+    assert (untested.final, untested.final_on, both[0].final_on) == (50.0, "held-out", "test")
+    (note,) = several_runs.held_out([untested])
+    assert "test images" not in note and "the accuracy of kept is on held-out images" in note
+    (note,) = several_runs.held_out([both[0], untested])
+    assert "on the test images; at the end, too, the accuracy of kept" in note
+
+
+@pytest.mark.parametrize(
+    ("best", "words"),
+    [
+        ({"iteration": 7, "accuracy": 0.5, "loss": 1.0}, "50.00 %, of outer iteration 7"),
+        # Of a former version.
+        ({"accuracy": 0.5, "loss": 1.0}, "50.00 %"),
+    ],
+)
+def test_a_run_that_a_comparison_keeps_has_its_closing_table(tmp_path, best, words):
+    found = read_run(make_run(tmp_path / "run"))
+    kept = found.summary | {"test_accuracy": None, "validation": best}
+    table = one_run.closing(replace(found, summary=kept))
+    assert table.title == "The closing table"
+    assert ("held-out accuracy", words) in table.rows
+    assert ("test accuracy of the pruned model", "not evaluated") in table.rows
 
 
 def test_a_run_that_diverged_says_so(tmp_path):

@@ -1,12 +1,16 @@
 """Ranks that the others waited for are found in records of jobs with an injected delay."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from recorded import Delay, rank_lines
 
 from prunex_mpi.base.record_keys import RANK_PHASES
+from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report import stragglers
 from prunex_mpi.tools.report.read_runs import rank_record
+from prunex_mpi.tools.report.run_pictures import lost_seconds, rank_seconds
 from prunex_mpi.tools.report.stragglers import RankRecord, find_stragglers, ranges, split_exchange
 
 LAYOUTS = [(2, 2), (1, 1), (4, 4), (2, 1), (2, 2, 2), (3, 3)]
@@ -97,7 +101,30 @@ def test_a_job_that_goes_on_with_other_ranks_is_walked_as_well(monkeypatch):
     assert found is not None
     assert (found.ranks, found.iterations, found.hosts) == (3, 5, ("alpha", "alpha", "beta"))
     assert {(s.rank, round(s.seconds, 6)) for s in found.stragglers} == {(2, 6.0), (1, 3.0)}
-    assert found.work["local"].tolist() == [5.0, 8.0, 8.0]
+    assert found.places == ((0, "alpha"), (1, "beta"), (1, "alpha"), (2, "beta"))
+    assert found.work["local"].tolist() == [5.0, 6.0, 2.0, 8.0]
+
+
+def test_after_a_loss_numbers_that_others_have_taken_blame_nobody_else():
+    before = [record(k, [0, 1, 2], {"local": [1.0, 4.0, 1.0]}) for k in (1, 2)]
+    before[0] = replace(before[0], hosts=("alpha", "beta", "gamma"))
+    # Without beta: gamma is the second node now.
+    after = [record(k, [0, 1], {"local": [3.0, 1.0]}) for k in (3, 4)]
+    after[0] = replace(after[0], hosts=("alpha", "gamma"))
+    found = find_stragglers([*before, *after])
+    assert found is not None
+    assert [(s.rank, s.host, s.seconds) for s in found.stragglers] == [
+        (1, "beta", 6.0),
+        (0, "alpha", 4.0),
+    ]
+    assert (found.node, found.hosts) == ((0, 1, 2), ("alpha", "beta", "gamma"))
+    work = dict(zip(found.places, found.work["local"].tolist(), strict=True))
+    assert work[1, "beta"] == 8.0 and work[1, "gamma"] == work[2, "gamma"] == 2.0
+    (rest,) = find_stragglers([*before[:1], *after]).stragglers[1:]
+    assert (rest.rank, rest.host) == (1, "beta")
+    with styled():
+        assert len(rank_seconds(found).axes[0].get_yticklabels()) == len(found.places)
+        assert lost_seconds(found) is not None
 
 
 def test_waiting_is_what_the_least_in_a_collective_is_exceeded_by():

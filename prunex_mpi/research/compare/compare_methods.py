@@ -8,6 +8,7 @@ run reads a test image; what does is the last pass of `--reveal`, when all runs 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,7 @@ from prunex_mpi.base.errors import FAILURE
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import broadcast_text, require_same, run_collectively
-from prunex_mpi.config.resolve import FIELDS
+from prunex_mpi.config.resolve import FIELDS, defaults
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.research.compare import kept_runs
@@ -38,11 +39,13 @@ from prunex_mpi.research.compare.run_rows import (
     Bench,
     check_equal_work,
     check_possible,
+    first_held_out,
     run_row,
     run_trial,
 )
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import (
+    Place,
     apply_findings,
     check_launched_together,
     find_transport,
@@ -101,25 +104,21 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
         chosen = {tuning.row: tuning for tuning in tunings}
         outcomes: list[Outcome] = []
         for seed in options.seeds:
-            dataset = bench.load(settings_of(options.common, rows[0], seed))
-            if not outcomes and not tunings:
-                check_possible(bench, rows, dataset)
-            for row in rows:
-                outcomes.append(confirm(bench, row, seed, chosen.get(row.name), dataset))
-                require_same_work(outcomes, [row.name for row in rows if row.own_length])
+            # Those of one seed at a time: they may fill the memory.
+            title, data = confirm_all(bench, seed, chosen, outcomes)
         if options.reveal or revealed:
             if options.reveal:
                 revealed = reveal(place, options, outcomes, heartbeat)
             outcomes = tested(options, outcomes, revealed)
         return Comparison(
-            title=title_of(bench, dataset),
-            machine=place.describe(),
+            title=title,
+            machine=machine_of(place, bench),
             rows=tuple(row.name for row in rows),
             seeds=options.seeds,
             tunings=tuple(tunings),
             outcomes=tuple(outcomes),
             notes=tuple(notes_of(bench)),
-            data=" ".join(filter(None, (dataset.digest, revealed.get("images", "")))),
+            data=" ".join(filter(None, (data, revealed.get("images", "")))),
             plan=options.plan,
             protocol={
                 **asdict(protocol),
@@ -131,12 +130,20 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
         )
 
 
+def machine_of(place: Place, bench: Bench) -> dict[str, str]:
+    """Return what a comparison names its machine by; on a CPU there is one kind of buffers."""
+    buffers = {"buffers": f"MPI buffers on the {bench.buffers}"}
+    return place.describe() | (buffers if bench.device.type != "cpu" else {})
+
+
 def title_of(bench: Bench, dataset: Dataset) -> str:
     """Return what a comparison is of."""
     options, topology = bench.options, bench.topology
     # Not those of the first row, which may have its own: parts with others are joined.
     first = settings_of(options.common, options.rows[0], options.seeds[0])
-    model = options.common.get("model", FIELDS["model"].default)
+    preset = options.common.get("preset", FIELDS["preset"].default)
+    usual = defaults(preset, first.method, dataset=options.common.get("dataset", ""))
+    model = options.common.get("model", usual["model"])
     batch = options.common.get("batch_size", first.batch_size)
     return (
         f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} to train on and "
@@ -170,15 +177,34 @@ def tune_all(bench: Bench, rows: Sequence[Row]) -> list[Tuning]:
     """Try every point of each row's grid. Collective on `world`."""
     options, found = bench.options, []
     first = settings_of(options.common, rows[0], options.protocol.tune_seed)
-    dataset = bench.load(first)
-    check_possible(bench, rows, dataset)
-    for row in rows:
-        runs = [run_trial(bench, row, number, dataset) for number in range(len(row.points))]
-        best = max(runs, key=lambda run: run.score)
-        quality = best.measured and best.measured.quality
-        chance = quality is None or at_chance(quality, dataset.num_classes, dataset.val_total)
-        found.append(Tuning(row.name, tuple(runs), chance))
+    with closing(bench.load(first)) as dataset:
+        check_possible(bench, rows, dataset)
+        for row in rows:
+            runs = [run_trial(bench, row, number, dataset) for number in range(len(row.points))]
+            best = max(runs, key=lambda run: run.score)
+            quality = best.measured and best.measured.quality
+            chance = quality is None or at_chance(quality, dataset.num_classes, dataset.val_total)
+            found.append(Tuning(row.name, tuple(runs), chance))
     return found
+
+
+def confirm_all(
+    bench: Bench, seed: int, chosen: Mapping[str, Tuning], outcomes: list[Outcome]
+) -> tuple[str, str]:
+    """Train all rows with one seed, and add what came of it to `outcomes`.
+
+    Returns what the comparison is of, and what tells its images apart. Collective on `world`.
+    """
+    options, rows = bench.options, bench.options.rows
+    apart = [row.name for row in rows if row.own_length]
+    with closing(bench.load(settings_of(options.common, rows[0], seed))) as dataset:
+        if not outcomes and not chosen:
+            check_possible(bench, rows, dataset)
+        for row in rows:
+            outcomes.append(confirm(bench, row, seed, chosen.get(row.name), dataset))
+            require_same_work(outcomes, apart)
+        told = dataset.digest, first_held_out(bench.topology.world, dataset)
+        return title_of(bench, dataset), " ".join(filter(None, told))
 
 
 def confirm(bench: Bench, row: Row, seed: int, tuning: Tuning | None, dataset: Dataset) -> Outcome:

@@ -16,6 +16,7 @@ from prunex_mpi.config.resolve import BY_NAME, defaults
 from prunex_mpi.research.compare.plan import (
     COMMON,
     DIGITS,
+    GRID,
     OWN_LENGTH,
     VAL_SPLIT,
     Protocol,
@@ -69,11 +70,12 @@ class Options:
         return self.length * self.protocol.length
 
     def first_settings(self, row: Row) -> Settings:
-        """Return the settings of a row's first run at the first point of its grid.
+        """Return the settings of a row's first run at the first point of its grid."""
+        return self.settings_at(row, row.points[0])
 
-        They stand for the row: values of other points change no length.
-        """
-        return settings_of(self.common, row, self.seeds[0], row.points[0], self.length)
+    def settings_at(self, row: Row, point: Mapping[str, Any]) -> Settings:
+        """Return the settings of a row's first run at a point of its grid."""
+        return settings_of(self.common, row, self.seeds[0], point, self.length)
 
 
 def build_parser() -> Parser:
@@ -240,33 +242,58 @@ def _chosen(wanted: Sequence[str], rows: tuple[Row, ...], of_plan: bool) -> tupl
 
 def _check_rows(options: Options) -> None:
     """Raise UserError unless all runs can be made, and train on as many samples each."""
-    trained = {}
+    samples: dict[str, list[int]] = {}
     for row in options.rows:
-        found = options.first_settings(row)
-        if not found.val_split:
+        points = [_checked(options, row, point) for point in row.points]
+        several = len(options.rows) * len(options.seeds) * len(points) > 1
+        if several and any(found.local_steps == AUTO for found in points):
             raise UserError(
-                f"val-split 0: a comparison chooses by images that are held out; give a share, "
-                f"such as {VAL_SPLIT}"
+                f"row {row.name}: local-steps auto takes as many as the link asks for, other rows, "
+                "trials and seeds take others; give the rows local-steps"
             )
-        if found.local_steps == AUTO and len(options.rows) * len(options.seeds) > 1:
-            raise UserError(
-                f"row {row.name}: local-steps auto takes as many as the link asks for, other rows "
-                "and other seeds take others; give the rows local-steps"
-            )
-        steps = found.outer_iterations * found.local_steps
-        if found.local_steps > 0 and not found.frozen_local_steps and not row.own_length:
-            trained[row.name] = steps * found.batch_size
-        for point in row.points if options.tunes else ():
-            try:
-                settings_of(options.common, row, 0, point, options.tuning_length)
-            except UserError as error:
-                where = ", ".join(f"{key_of(n)} {v}" for n, v in point.items())
-                raise UserError(f"row {row.name}, trial {where}: {error}") from None
-    check_equal_length(trained)
+        if all(map(has_known_length, points)):
+            steps = [found.outer_iterations * found.local_steps for found in points]
+            samples[row.name] = [n * s.batch_size for n, s in zip(steps, points, strict=True)]
+    check_equal_length(options.rows, samples)
 
 
-def check_equal_length(trained: Mapping[str, int]) -> None:
-    """Raise UserError unless all rows are `trained` on as many samples per rank."""
+def _checked(options: Options, row: Row, point: Mapping[str, Any]) -> Settings:
+    """Return the settings of a row at a point; raise UserError where a run or trial can't be."""
+    try:
+        found = options.settings_at(row, point)
+        if options.tunes:
+            settings_of(options.common, row, 0, point, options.tuning_length)
+    except UserError as error:
+        if not options.tunes:
+            raise
+        where = ", ".join(f"{key_of(n)} {v}" for n, v in point.items())
+        raise UserError(f"row {row.name}, trial {where}: {error}") from None
+    if not found.val_split:
+        raise UserError(
+            f"val-split 0: a comparison chooses by images that are held out; give a share, "
+            f"such as {VAL_SPLIT}"
+        )
+    return found
+
+
+def has_known_length(settings: Settings) -> bool:
+    """Return whether the steps of a run are known without its data."""
+    return settings.local_steps > 0 and not settings.frozen_local_steps
+
+
+def check_equal_length(rows: Sequence[Row], samples: Mapping[str, Sequence[int]]) -> None:
+    """Raise UserError unless rows are trained on as many samples per rank at all their points.
+
+    `samples` are those of each point, by row, as far as they are known.
+    """
+    for name, counts in samples.items():
+        if len({*counts}) > 1:
+            raise UserError(
+                f"row {name}: trials must be trained on as many samples, and those of its {GRID} "
+                f"have {min(counts):,} to {max(counts):,} per rank; give what changes that "
+                f"(outer-iterations, steps, epochs, batch-size) beside the {GRID}"
+            )
+    trained = {r.name: samples[r.name][0] for r in rows if r.name in samples and not r.own_length}
     if len({*trained.values()}) > 1:
         least, most = min(trained, key=trained.get), max(trained, key=trained.get)
         raise UserError(

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from prunex_mpi.base.files import (
 )
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.config.resolve import first_difference, from_table, to_toml
+from prunex_mpi.models.trained import digest_of
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
 from prunex_mpi.research.compare.plan import BY_SEED, Row, name_seed, settings_of
@@ -122,6 +123,20 @@ def check_networks(options: Options) -> None:
                 )
         if options.folder:
             to_come.add((folder / name).resolve())
+
+
+def digests_of(settings: Settings, going: Callable[[], None]) -> dict[str, str]:
+    """Return the SHA-256 of each network that a run begins with or learns from, if it is there.
+
+    Of a run that is kept it may be gone. `going` is called as files are read. Raises UserError.
+    """
+    found = {}
+    for key in BY_SEED:
+        source = getattr(settings, key)
+        path = Path(source) / STATE if Path(source).is_dir() else Path(source)
+        if source not in ("", TORCHVISION) and path.exists():
+            found[f"weights of {key_of(key)}"] = digest_of(path, going)
+    return found
 
 
 def _files(folder: Path) -> list[Path]:

@@ -282,7 +282,7 @@ def join(parts: Sequence[Comparison]) -> Comparison:
     )
     try:
         require_same_work(outcomes, joined.own_length)
-    except RuntimeError as error:
+    except (RuntimeError, UserError) as error:
         raise UserError(f"--from: {error}") from None
     return joined
 
@@ -333,13 +333,17 @@ def shown(runs: Sequence[Outcome]) -> list[float]:
 
 
 def require_same_work(outcomes: Sequence[Outcome], apart: Collection[str] = ()) -> None:
-    """Raise RuntimeError unless runs that ended were trained on the same number of samples.
+    """Raise UserError unless runs that ended were trained on the same number of samples.
 
     All but those of the rows that are set `apart`.
     """
     measured = {o.row: o.measured for o in outcomes if o.measured is not None}
     trained = {row: m.samples for row, m in measured.items() if row not in apart}
     if len(set(trained.values())) > 1:
-        raise RuntimeError(f"rows were not trained on the same number of samples: {trained}")
+        counts = ", ".join(f"{row} {samples:,}" for row, samples in trained.items())
+        raise UserError(
+            f"rows were not trained on the same number of samples ({counts}); change steps or "
+            "batch-size, or give one own-length = true"
+        )
     if any(m.extra_samples < 0 for m in measured.values()):
         raise RuntimeError(f"methods have drawn fewer samples than they report: {measured}")

@@ -187,10 +187,16 @@ def _protocol(table: object, where: str) -> Protocol:
 def check_plan_names(common: Mapping[str, Any], rows: Sequence[Row], words: Sequence[str]) -> None:
     """Raise UserError for modules to import that the plan alone names, and no flag in `words`."""
     given = [word.partition("=")[2] if word.startswith("--") else word for word in words]
-    for values in (common, *(row.own for row in rows)):
-        for what in ("model", "dataset", "loss"):
+    for what in ("model", "dataset", "loss"):
+        for name in named(what, common, rows):
             # Rows may have several models, of which a flag names one.
-            check_named(what, values.get(what, ""), given, "the file of --plan", whole=False)
+            check_named(what, name, given, "the file of --plan", whole=False)
+
+
+def named(what: str, common: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
+    """Return all values that common settings, rows and their grids have of the setting `what`."""
+    values = [of[what] for of in (common, *(row.own for row in rows)) if what in of]
+    return list(map(str, [*values, *(v for row in rows for v in row.grid.get(what, ()))]))
 
 
 def _row(name: str, table: Mapping[str, Any], where: str) -> Row:

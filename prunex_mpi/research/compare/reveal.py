@@ -22,10 +22,11 @@ from prunex_mpi.comm.agreement import broadcast_text, run_collectively
 from prunex_mpi.research.compare import kept_runs
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import Outcome, Quality
+from prunex_mpi.research.compare.plan import named
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
-from prunex_mpi.tools.evaluate_network import judge, load_images, read_network
+from prunex_mpi.tools.evaluate_network import Network, judge, load_images, read_network
 from prunex_mpi.tools.evaluate_text import judge_text
 
 REVEAL = "reveal.json"
@@ -82,6 +83,9 @@ def reveal(
     if before.get("results"):
         log.info("the test data were looked at %s, and are not again", before["at"])
         return before
+    # What can't be read is told while there is time to put it back.
+    for name in networks:
+        _read(world, options, name, heartbeat)
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     found = before or {"plan": options.plan, "at": at, "networks": networks, "results": {}}
     _write(world, options, found)
@@ -119,17 +123,21 @@ def _networks(options: Options, names: Sequence[str]) -> dict[str, int]:
     return found
 
 
+def _read(world: MPI.Comm, options: Options, name: str, heartbeat: Heartbeat) -> Network:
+    """Return a network, of which the plan may name the model. Collective on `world`."""
+    given = named("model", options.common, options.rows)
+    heartbeat.enter("model")
+    return run_collectively(world, lambda: read_network(Path(options.folder) / name, given))
+
+
 def _test(
     place: Place, options: Options, names: Sequence[str], heartbeat: Heartbeat
 ) -> tuple[dict[str, Any], str]:
     """Return how good each network is, and what tells its images apart. Collective on `world`."""
     world, results = place.topology.world, {}
-    values = (options.common, *(row.own for row in options.rows))
-    given = [str(of[what]) for of in values for what in ("model", "dataset") if what in of]
     dataset, told = None, ""
     for name in names:
-        path = Path(options.folder) / name
-        network = run_collectively(world, lambda p=path: read_network(p, given))
+        network = _read(world, options, name, heartbeat)
         moved = {key: options.common[key] for key in ("data_dir",) if key in options.common}
         data = {**network.data, **moved}
         if data["dataset"] == TEXT:

@@ -1,6 +1,7 @@
 """The runs of a comparison: each trains as one by itself does, is kept, and is measured."""
 
 import copy
+import hashlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mpi4py import MPI
+
 from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.record_keys import CONSENSUS_PHASES
-from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
+from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
@@ -27,7 +30,7 @@ from prunex_mpi.config.resolve import FIELDS, to_toml
 from prunex_mpi.core.evaluation import Judged, delivered
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import make_groups, make_model
-from prunex_mpi.core.schedule import steps_of, total_steps
+from prunex_mpi.core.schedule import pruning_ends, steps_of, total_steps
 from prunex_mpi.core.state import RunContext, State, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.text import TextSet
@@ -38,7 +41,11 @@ from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.research.compare import kept_runs
-from prunex_mpi.research.compare.compare_options import Options, check_equal_length
+from prunex_mpi.research.compare.compare_options import (
+    Options,
+    check_equal_length,
+    has_known_length,
+)
 from prunex_mpi.research.compare.outcomes import Measured, Outcome, Point, Quality
 from prunex_mpi.research.compare.plan import Row, digest_of, name_seed, settings_of
 from prunex_mpi.run import delivery
@@ -53,6 +60,8 @@ from prunex_mpi.tools.timing import Action, wall_times
 
 FORWARD_BATCH = 32
 FORWARD_TURNS = 15
+# So many images held out tell data of the same names apart.
+FIRST_IMAGES = 16
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,12 @@ class Bench:
     heartbeat: Heartbeat
     # Where test images were looked at nothing is trained any more.
     revealed: bool = False
+
+    @property
+    def buffers(self) -> str:
+        """What MPI is handed: buffers on the host or on the device."""
+        staged = self.device.type == "cpu" or self.transport.staging is not None
+        return "host" if staged else "device"
 
     def load(self, settings: Settings) -> Dataset:
         """Load this rank's data, and nothing of the test images. Collective on `world`."""
@@ -107,12 +122,7 @@ def train(
     """
     folder = bench.options.folder
     path = Path(folder) / name if folder and keep else None
-    place = {
-        "machine": describe_machine(bench.device),
-        "ranks on nodes": " ".join(map(str, bench.topology.node_sizes)),
-        "versions": ", ".join(f"{key} {value}" for key, value in recorded_versions().items()),
-        "data": f"{dataset.train_total} and {dataset.val_total} images {dataset.digest}".strip(),
-    }
+    place = place_of(bench, settings, dataset) if folder else {}
     where = bench.topology.world, folder, name, settings, place
     outcome = kept_runs.find_kept(*where, bench.revealed) if folder else None
     if outcome is None:
@@ -127,6 +137,45 @@ def train(
         if folder:
             kept_runs.keep(*where, outcome)
     return outcome
+
+
+def place_of(bench: Bench, settings: Settings, dataset: Dataset) -> dict[str, str]:
+    """Return what a run has to be alike in to be taken over, beside its settings.
+
+    Collective on `world`.
+    """
+    world = bench.topology.world
+
+    def weights_of(going: Callable[[], None]) -> dict[str, str]:
+        return {} if world.rank else kept_runs.digests_of(name_seed(settings), going)
+
+    return {
+        "machine": describe_machine(bench.device),
+        "ranks on nodes": " ".join(map(str, bench.topology.node_sizes)),
+        "MPI buffers": bench.buffers,
+        "versions": ", ".join(f"{key} {value}" for key, value in recorded_versions().items()),
+        "data": f"{dataset.train_total} and {dataset.val_total} images {dataset.digest}".strip(),
+        "sizes of the data": " ".join(f"{k} {v}" for k, v in dataset.sizes().items()),
+        "images held out": first_held_out(world, dataset),
+        **run_collectively_while(world, weights_of, bench.heartbeat.go_on),
+    }
+
+
+def first_held_out(world: MPI.Comm, dataset: Dataset | TextSet) -> str:
+    """Return a digest of the first images held out, "" for a text, which has one of its own.
+
+    Collective on `world`.
+    """
+
+    def look() -> str:
+        if world.rank or isinstance(dataset, TextSet):
+            return ""
+        images = dataset.val.images[:FIRST_IMAGES].numpy()
+        if dataset.reader is not None:
+            dataset.reader.raise_error()
+        return hashlib.blake2b(images.tobytes(), digest_size=8).hexdigest()
+
+    return broadcast_text(world, run_collectively(world, look))
 
 
 def told_of(name: str, value: object) -> float | str:
@@ -259,8 +308,7 @@ def finish(
         delivered = delivery.save_model(files.path, context.state, context.problem, going)
         delivered["classes"] = list(class_names)
         totals = delivery.summarise(context.settings, topology, context.state, records, "completed")
-        held_out = best_of(context)
-        totals["validation"] = {"accuracy": held_out.accuracy, "loss": held_out.loss}
+        totals["validation"] = delivery.held_out_of(context)
         files.write_summary({**totals, "delivered": delivered, "seconds_total": total_s})
 
     telling_disk_errors("the results", write)
@@ -291,26 +339,37 @@ def check_possible(bench: Bench, rows: Sequence[Row], dataset: Dataset) -> None:
 
 
 def check_equal_work(bench: Bench) -> None:
-    """Raise UserError where rows with steps by --local-epochs train less long than others.
+    """Raise UserError where rows or trials with steps by epochs train less long than others.
 
     How many whole steps that makes is known with the data alone. Collective on `world`.
     """
     options = bench.options
-    found = {r.name: options.first_settings(r) for r in options.rows if not r.own_length}
-    known = (s.local_steps > 0 and not s.frozen_local_steps for s in found.values())
-    if len(found) <= 1 or all(known):
+    found = {
+        row.name: [options.settings_at(row, point) for point in row.points] for row in options.rows
+    }
+    every = [settings for points in found.values() for settings in points]
+    same = len(set(map(length_of, every))) == 1
+    if same or all(map(has_known_length, every)):
         return
-    images = size_of(bench.load(next(iter(found.values()))))
+    with closing(bench.load(every[0])) as dataset:
+        images = size_of(dataset)
+
+    def samples_of(settings: Settings) -> int:
+        batch = min(settings.batch_size, images)
+        return total_steps(settings, steps_of(settings, max(1, images // batch))) * batch
 
     def check() -> None:
-        trained = {}
-        for name, settings in found.items():
-            batch = min(settings.batch_size, images)
-            steps = steps_of(settings, max(1, images // batch))
-            trained[name] = total_steps(settings, steps) * batch
-        check_equal_length(trained)
+        samples = {name: list(map(samples_of, points)) for name, points in found.items()}
+        check_equal_length(options.rows, samples)
 
     run_collectively(bench.topology.world, check)
+
+
+def length_of(settings: Settings) -> tuple[object, ...]:
+    """Return all that says on how many of given data a run is trained."""
+    steps = settings.local_steps, settings.local_epochs, settings.batch_size
+    frozen = settings.frozen_local_steps
+    return settings.outer_iterations, *steps, frozen, frozen and pruning_ends(settings)
 
 
 # --------------------------------------------------------------------------------------------------

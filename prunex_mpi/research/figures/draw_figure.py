@@ -24,7 +24,6 @@ from prunex_mpi.research.figures.run_figures import (
     as_in_the_paper,
     beside,
     lacking,
-    ranks_of,
     unequal,
     value_of,
 )
@@ -40,8 +39,8 @@ from prunex_mpi.tools.drawing import (
     plain,
     styled,
 )
-from prunex_mpi.tools.report.read_runs import Run, read_runs, shown
-from prunex_mpi.tools.report.several_runs import differing
+from prunex_mpi.tools.report.read_runs import Run, read_ranks, read_runs, shown
+from prunex_mpi.tools.report.several_runs import differing, ended_on, held_out
 
 # Of one run each.
 ALONE = ("10", "11", "13")
@@ -138,6 +137,8 @@ def curves(
 
 def scaling(runs: Sequence[Run]) -> Drawn:
     """Draw figure 9 from runs with different numbers of ranks."""
+    for run in runs:
+        refuse_growing(run)
     points = {run.path: (scaling_series(run), None) for run in runs}
     found = curves(runs, points, SCALING_APART)
     # Of runs with as many ranks the fastest one counts.
@@ -183,16 +184,60 @@ def scaling(runs: Sequence[Run]) -> Drawn:
     share.set_ylim(bottom=0)
     handles, labels = panel.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2)
-    note = "Work per second of training, medians of outer iterations."
+    note = (
+        "Work per second of training, medians of outer iterations: where a run has some that began "
+        "with fixed masks, of these."
+    )
     return Drawn(figure, rows, [note])
 
 
 def scaling_series(run: Run) -> str:
     """Return what runs of one curve have in common: their work is counted in the same unit."""
     what = [str(run.setting(key, "")) for key in ("method", "model", "dataset")]
-    if run.setting("local-steps", 0):
+    if local_steps_of(run) > 0:
         what.append("by steps")
+    if fixed_masks(run).any():
+        what.append("with fixed masks")
     return " ".join(filter(None, what))
+
+
+def refuse_growing(run: Run) -> None:
+    """Raise UserError for a run whose outer iterations have more and more steps."""
+    method = str(run.setting("method"))
+    if method in BY_NAME and BY_NAME[method].quadratic_interval:
+        where = quote(shown(run.path), 250)
+        raise UserError(
+            f"figure 9: outer iterations of {method} have more and more local steps, so that their "
+            f"seconds tell no speed; leave {where} away"
+        )
+
+
+def fixed_masks(run: Run) -> np.ndarray:
+    """Return which outer iterations began with masks that were fixed; bool."""
+    return np.append(False, run.column("frozen")[:-1] == 1)
+
+
+def local_steps_of(run: Run) -> int:
+    """Return the local steps of the outer iterations that are measured, 0 by epochs.
+
+    Raises UserError where that is not known.
+    """
+    try:
+        fixed = int(run.setting("frozen-local-steps", 0)) if fixed_masks(run).any() else 0
+        return fixed or int(run.setting("local-steps", 0))
+    except (TypeError, ValueError):
+        raise lacking("9", run, "local-epochs or local-steps in its config.toml") from None
+
+
+def only_ranks_of(run: Run) -> int:
+    """Return how many ranks a run had; raise UserError where that changed, or is not known."""
+    known = sorted({len(record.node) for record in read_ranks(run.path)} or {sum(run.sizes())})
+    if len(known) > 1:
+        where, numbers = quote(shown(run.path), 250), " and ".join(map(str, known))
+        raise UserError(f"figure 9: the ranks of {where} changed ({numbers}); leave it away")
+    if not known[0]:
+        raise lacking("9", run, "a number of ranks (it is not complete)")
+    return known[0]
 
 
 def measure(run: Run) -> tuple[int, float]:
@@ -200,14 +245,14 @@ def measure(run: Run) -> tuple[int, float]:
 
     Raises UserError where it lacks what that takes.
     """
-    ranks = ranks_of(run)
-    if not ranks:
-        raise lacking("9", run, "a number of ranks (it is not complete)")
+    ranks = only_ranks_of(run)
     if not run.has("seconds.local"):
         raise lacking("9", run, "seconds by phase")
-    # The first outer iteration warms caches up.
-    rest = slice(1, None) if len(run.iterations) > 1 else slice(None)
-    columns = [run.filled(f"seconds.{phase}")[rest] for phase in MEASURED_PHASES]
+    chosen = fixed_masks(run)
+    if not chosen.any():
+        # The first outer iteration warms caches up.
+        chosen = np.arange(len(chosen)) >= min(1, len(chosen) - 1)
+    columns = [run.filled(f"seconds.{phase}")[chosen] for phase in MEASURED_PHASES]
     return ranks, work_of(run, ranks) / sum(float(np.median(column)) for column in columns)
 
 
@@ -216,8 +261,8 @@ def work_of(run: Run, ranks: int) -> float:
 
     Raises UserError where neither is known.
     """
+    steps = local_steps_of(run)
     try:
-        steps = int(run.setting("local-steps", 0))
         if steps > 0:
             return float(steps * ranks * int(run.setting("batch-size")))
         return float(Fraction(str(run.setting("local-epochs"))))
@@ -263,14 +308,16 @@ def ratios(runs: Sequence[Run]) -> Drawn:
             here = f"{mean(some):.2f}{apart} % ({many})"
             rows.append(beside(series[x][0], f"{name}, keep {x:g}", here, paper))
     panel.set_xlim(0, 1.05)
-    panel.set_xlabel("keep ratio: share of the groups that is kept")
-    panel.set_ylabel("test accuracy % at the end")
+    pruning = [run for run in runs if BY_NAME[run.setting("method")].keeps_a_share]
+    counted = " or ".join(sorted({keep_by(run) for run in pruning}))
+    panel.set_xlabel(f"keep ratio: share of the {counted} that is kept")
+    panel.set_ylabel(f"{ended_on(runs)} accuracy % at the end")
     legend_above(panel, 3)
     single = [x for series in found.values() for x in series if len(series[x]) == 1]
     notes = ["Bars: standard deviation over seeds; dashes: each run."]
     if single:
         notes.append("Where there is one run there is no spread.")
-    return Drawn(figure, rows, [*notes, *unequal(runs)])
+    return Drawn(figure, rows, [*notes, *held_out(runs), *unequal(runs)])
 
 
 def ratio_of(run: Run) -> float:
@@ -288,8 +335,14 @@ def ratio_series(run: Run) -> str:
     method = str(run.setting("method"))
     if not BY_NAME[method].keeps_a_share:
         return method
-    kinds = " ".join(run.setting("groups", ()))
-    return f"{method}, {kinds}" if kinds else method
+    kinds, counted = " ".join(run.setting("groups", ())), keep_by(run)
+    by = f"by {counted}" if counted != "groups" else ""
+    return ", ".join(filter(None, (method, kinds, by)))
+
+
+def keep_by(run: Run) -> str:
+    """Return what the keep ratio of a run counts."""
+    return str(run.setting("keep-by", "groups"))
 
 
 OF_RUNS = {

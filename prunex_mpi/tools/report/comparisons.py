@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.record_keys import ACCURACY, LOSS, Measure
 from prunex_mpi.base.tables import Table
@@ -35,7 +37,7 @@ SAME_SIZE = 0.95
 class Curve:
     """Means of a row's seeds, as a measure shows them, over MiB and over seconds of training.
 
-    `spread` is the standard deviation at the end.
+    Of `seeds` those that `ended`; `spread` is the standard deviation at the end.
     """
 
     row: str
@@ -44,6 +46,14 @@ class Curve:
     values: tuple[float, ...]
     spread: float
     parameters_left: float
+    ended: int
+    seeds: int
+
+    @property
+    def label(self) -> str:
+        """What the row is called: a mean of some of its seeds alone says so."""
+        whole = self.ended == self.seeds
+        return self.row if whole else f"{self.row} ({self.ended} of {self.seeds} seeds)"
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class Compared:
     measure: Measure
     judged_on: str
     curves: Sequence[Curve]
-    diverged: Sequence[str]
+    problems: Sequence[str]
 
 
 def read_comparison(path: Path) -> Compared:
@@ -86,16 +96,19 @@ def read_comparison(path: Path) -> Compared:
             # Files of a former protocol, which have no plan, are of test data.
             judged_on="validation" if whole.get("plan") else "test",
             curves=curves_of(whole["outcomes"], measure),
-            diverged=[
-                f"{run['row']}, seed {run['seed']}, diverged: {run['problem']}"
-                for run in whole["outcomes"]
-                if run["measured"] is None
-            ],
+            problems=[problem_of(run) for run in whole["outcomes"] if run["measured"] is None],
         )
     except OSError as error:
         raise UserError(f"{where}: {error.strerror}", UNREADABLE) from None
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         raise UserError(f"{where} is not what --json of a comparison writes", UNREADABLE) from None
+
+
+def problem_of(run: Mapping[str, Any]) -> str:
+    """Return in a line how a run of a comparison's JSON ended that measured nothing."""
+    how = "failed" if run.get("failed") else "diverged"
+    why = str(run["problem"]).removeprefix("failed: ")
+    return f"{run['row']}, seed {run['seed']}, {how}: {why}"
 
 
 def measure_of(runs: Sequence[Mapping[str, Any]]) -> Measure:
@@ -114,8 +127,8 @@ def curves_of(runs: Sequence[Mapping[str, Any]], measure: Measure) -> list[Curve
     """
     found, key, scale = [], measure.key, measure.scale
     for row in dict.fromkeys(run["row"] for run in runs):
-        measured = [run["measured"] for run in runs if run["row"] == row and run["measured"]]
-        measured = [m for m in measured if m["curve"]]
+        every = [run["measured"] for run in runs if run["row"] == row]
+        measured = [m for m in every if m and m["curve"]]
         if not measured:
             continue
         # Where all seeds were evaluated: one may have ended sooner than the others.
@@ -133,6 +146,8 @@ def curves_of(runs: Sequence[Mapping[str, Any]], measure: Measure) -> list[Curve
                 tuple(mean(scale * p[key] for p in at) for at in points),
                 stdev(ends) if len(ends) > 1 else 0.0,
                 mean(m["parameters_left"] for m in measured),
+                len(measured),
+                len(every),
             )
         )
     return sorted(found, key=lambda c: c.values[-1], reverse=measure.higher_is_better)
@@ -145,7 +160,7 @@ def page_of(paths: Sequence[Path]) -> Page:
         found = read_comparison(path)
         name = shown(path.name)
         words.append(f"{name}: {lead(found)}" if len(paths) > 1 else lead(found))
-        notices += [f"{name}: {line}" for line in found.diverged]
+        notices += [f"{name}: {line}" for line in found.problems]
         machine = Table("Machine", (), tuple(found.machine.items()))
         title = name if len(paths) > 1 else "Results"
         sections.append(Section(title, pictures_of(found, number), found.tables[:1]))
@@ -180,7 +195,7 @@ def pictures_of(compared: Compared, number: int) -> list[Picture]:
 SPREAD = (
     "The mark is the end of a row, hollow where a smaller network is left, its bar the standard "
     "deviation over the seeds; the curve is the mean of its seeds. Of many rows the ends alone are "
-    "drawn, and a line joins those that no other surpasses for less."
+    "drawn, and a line joins those, of which all seeds ended, that no other surpasses for less."
 )
 
 
@@ -194,7 +209,9 @@ def lead(found: Compared) -> str:
     text += f" The best by mean {found.measure.label} is {listed(best)}."
     left = [row for row in found.rows if row not in found.places]
     if left:
-        text += f" No place has {listed(left)}, which diverged or did no better than guessing."
+        text += (
+            f" No place has {listed(left)}, which diverged, failed or did no better than guessing."
+        )
     return text
 
 
@@ -234,14 +251,18 @@ def draw(
             markerfacecolor=look["color"] if curve.parameters_left > SAME_SIZE * whole else "white",
             markersize=6,
             capsize=3,
-            label=plain(f"{number + 1}  {curve.row}" if many else curve.row),
+            label=plain(f"{number + 1}  {curve.label}" if many else curve.label),
         )
         if many:
             where = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
             panel.annotate(str(number + 1), (x[-1], curve.values[-1]), **where)
     if many:
-        ends = [(x[-1], c.values[-1]) for c, x in zip(curves, places, strict=True)]
-        panel.plot(*zip(*front(ends, measure), strict=True), color="#999999", linewidth=1, zorder=1)
+        # A mean of the seeds that ended alone is of the better ones.
+        pairs = [
+            pair for pair in zip(curves, places, strict=True) if pair[0].ended == pair[0].seeds
+        ]
+        best = np.array(front([(x[-1], c.values[-1]) for c, x in pairs], measure)).reshape(-1, 2)
+        panel.plot(best[:, 0], best[:, 1], color="#999999", linewidth=1, zorder=1)
     _spread_out(panel)
 
 

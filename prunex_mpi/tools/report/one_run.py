@@ -140,8 +140,9 @@ def slow_section(times: RankTimes | None) -> Section:
         "Transmitting: the least that any rank spent in the collectives of a phase; what a rank "
         "spent beyond that it waited."
     )
-    if times.ranks > run_pictures.MOST_BARS:
-        sent = f"{len(run_pictures.shown_ranks(times))} of {times.ranks} ranks. {sent}"
+    count, most = len(times.places), run_pictures.MOST_BARS
+    if count > most:
+        sent = f"{most} of {count} ranks. {sent}"
     late = (
         "Where ranks meet, what the last one came later than they did counts as its delay, in the "
         "phases in which it took longer than its likes."

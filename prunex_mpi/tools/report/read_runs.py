@@ -104,20 +104,29 @@ class Run:
 
     @property
     def final(self) -> float:
-        """The last of the measure, on the test data where it was tested on them; NaN: none.
+        """The last of the measure, on the data in `final_on`; NaN: none.
 
         A run with held-out data tests its best network when it ends.
         """
+        return self._end[0]
+
+    @property
+    def final_on(self) -> str:
+        """Which data `final` is of, in words: the test data where it was tested on them."""
+        return self._end[1]
+
+    @property
+    def _end(self) -> tuple[float, str]:
         # A run of a comparison knows its best network by the data held out alone.
         validation = self.summary.get("validation") or {}
-        for best in (
-            self.summary.get(f"test_{self.measure.key}"),
-            validation.get(self.measure.key),
+        for best, where in (
+            (self.summary.get(f"test_{self.measure.key}"), "test"),
+            (validation.get(self.measure.key), "held-out"),
         ):
             if isinstance(best, int | float):
-                return self.measure.scale * float(best)
+                return self.measure.scale * float(best), where
         known = self.judged[np.isfinite(self.judged)]
-        return float(known[-1]) if len(known) else float("nan")
+        return (float(known[-1]) if len(known) else float("nan")), self.judged_on[1]
 
     def setting(self, key: str, otherwise: Any = None) -> Any:
         """Return what config.toml says."""

@@ -461,27 +461,27 @@ def rank_residuals(found: RankResiduals) -> "Figure | None":
     return figure
 
 
-def shown_ranks(times: RankTimes) -> list[int]:
-    """Return which ranks get a bar: all, or those that were suspected most and some that waited."""
-    if times.ranks <= MOST_BARS:
-        return list(range(times.ranks))
+def shown_places(times: RankTimes) -> list[int]:
+    """Return which places get a bar: all, or the most suspected and some that waited."""
+    if len(times.places) <= MOST_BARS:
+        return list(range(len(times.places)))
     half = MOST_BARS // 2
-    worst = list(dict.fromkeys(straggler.rank for straggler in times.stragglers))[:half]
+    worst = list(dict.fromkeys(times.places.index((s.rank, s.host)) for s in times.stragglers))
+    worst = worst[:half]
     waited = sum(times.waiting.values())
     rest = [int(r) for r in np.argsort(-waited) if int(r) not in worst]
     return sorted([*worst, *rest[: MOST_BARS - len(worst)]])
 
 
-def rank_name(times: RankTimes, rank: int) -> str:
+def rank_name(rank: int, host: str) -> str:
     """Return a rank with its machine, as far as it is known."""
-    host = times.hosts[rank]
     return f"rank {rank}, {host}" if host else f"rank {rank}"
 
 
 def rank_seconds(times: RankTimes) -> "Figure":
     """Draw where the time of each rank went: work by phase, waiting, transmitting."""
-    ranks = shown_ranks(times)
-    figure, panel = new_panel(1.3 + 0.24 * max(3, len(ranks)))
+    chosen = shown_places(times)
+    figure, panel = new_panel(1.3 + 0.24 * max(3, len(chosen)))
     parts = [
         (LABELS[p], times.work[p], {"color": PHASE_COLOURS[p]})
         for p in RANK_PHASES
@@ -493,8 +493,8 @@ def rank_seconds(times: RankTimes) -> "Figure":
     parts.append(("waiting for others", waited, light))
     parts = [(word, seconds, look) for word, seconds, look in parts if np.any(seconds)]
     size, unit = unit_of_seconds(float(np.max(sum(seconds for _, seconds, _ in parts))))
-    bars = [(word, np.asarray(seconds)[ranks] / size, look) for word, seconds, look in parts]
-    stack_bars(panel, [rank_name(times, rank) for rank in ranks], bars)
+    bars = [(word, np.asarray(seconds)[chosen] / size, look) for word, seconds, look in parts]
+    stack_bars(panel, [rank_name(*times.places[i]) for i in chosen], bars)
     panel.set_xlabel(f"{unit}, all outer iterations")
     legend_above(panel, 4)
     return figure
@@ -508,9 +508,9 @@ def lost_seconds(times: RankTimes) -> "Figure | None":
     numbers = sorted({delay.iteration for delay in times.delays})
     iterations = np.arange(numbers[0], numbers[-1] + 1, dtype=np.float64)
     rows = np.zeros((len(named) + 1, len(iterations)))
-    place = {(s.phase, s.rank): i for i, s in enumerate(named)}
+    place = {(s.phase, s.rank, s.host): i for i, s in enumerate(named)}
     for delay in times.delays:
-        row = place.get((delay.phase, delay.rank), len(named))
+        row = place.get((delay.phase, delay.rank, delay.host), len(named))
         rows[row, delay.iteration - numbers[0]] += delay.seconds
     edges, starts = binned(iterations)
     size, unit = unit_of_seconds(float(rows.sum(axis=0).max()))

@@ -65,10 +65,9 @@ def page_of(runs: Sequence[Run]) -> Page:
     return Page(f"{len(runs)} runs", source, lead(runs), sections, [*bad, *notes])
 
 
-HELD_OUT = (
-    "Runs with held-out images (--val-split) were evaluated on those as they went; their accuracy "
-    "at the end is that of their best network on the test images."
-)
+HELD_OUT = "Runs with held-out images (--val-split) were evaluated on those as they went; "
+TESTED = "their accuracy at the end is that of their best network on the test images"
+NOT_TESTED = "at the end, too, the accuracy of {} is on held-out images"
 MEAN = "Means over the outer iterations of a run, as rank 0 took them."
 
 
@@ -135,7 +134,16 @@ def judged_on(runs: Sequence[Run]) -> str:
 
 def held_out(runs: Sequence[Run]) -> list[str]:
     """Return a note on accuracies where any run was judged on held-out images."""
-    return [HELD_OUT] if any(run.judged_on[0] == "val" for run in runs) else []
+    held = [run for run in runs if run.judged_on[0] == "val"]
+    untested = [run.name for run in held if run.final_on != "test"]
+    parts = [TESTED] if len(untested) < len(held) else []
+    parts += [NOT_TESTED.format(listed(untested))] if untested else []
+    return [f"{HELD_OUT}{'; '.join(parts)}."] if held else []
+
+
+def ended_on(runs: Sequence[Run]) -> str:
+    """Return which images the accuracies of runs at their end are of, in words."""
+    return " or ".join(sorted({run.final_on for run in runs}, reverse=True))
 
 
 def learned(runs: Sequence[Run], axis: str) -> "Figure | None":

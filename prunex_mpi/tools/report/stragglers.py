@@ -46,11 +46,12 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class RankDelay:
-    """What the others lost in an outer iteration through one rank in one phase."""
+    """What the others lost in an outer iteration through one rank, on a host, in one phase."""
 
     iteration: int
     phase: str
     rank: int
+    host: str
     seconds: float
 
 
@@ -69,13 +70,16 @@ class Straggler:
 class RankTimes:
     """Where the time of all ranks went in so many outer iterations.
 
-    `work`, `waiting` and `transmitting` are seconds [ranks] by phase, `delays` what was lost by
-    iteration; `stragglers` begin with the worst. `hosts` name each rank's machine, "" if unknown.
+    `places` are rank numbers with their machines, "" if unknown: after a loss, or in another job, a
+    number may be on another one. `work`, `waiting` and `transmitting` are seconds [places] by
+    phase, `delays` what was lost by iteration; `stragglers` begin with the worst. `node` and
+    `hosts` are those of each rank when there were most.
     """
 
     iterations: int
     node: tuple[int, ...]
     hosts: tuple[str, ...]
+    places: tuple[tuple[int, str], ...]
     work: Mapping[str, np.ndarray]
     waiting: Mapping[str, np.ndarray]
     transmitting: Mapping[str, np.ndarray]
@@ -98,39 +102,42 @@ def find_stragglers(records: Iterable[RankRecord]) -> RankTimes | None:
     waiting: dict[str, np.ndarray] = {}
     transmitting: dict[str, np.ndarray] = {}
     delays: list[RankDelay] = []
-    host_of: dict[int, str] = {}
-    node, names, count = np.zeros(0, dtype=np.int64), (), 0
+    places: dict[tuple[int, str], int] = {}
+    node, hosts, names, count = np.zeros(0, dtype=np.int64), (), (), 0
     for records_of_block in blocks(records):
-        block = stack(records_of_block)
+        # What begins a job, or follows a loss, names them anew.
+        names = records_of_block[0].hosts or names
+        block = stack(records_of_block, names)
         delays += delays_of(block)
         count += len(records_of_block)
-        names = next((r.hosts for r in reversed(records_of_block) if r.hosts), names)
-        node = block.node if len(block.node) >= len(node) else node
-        for rank, place in enumerate(block.node):
-            host_of[rank] = names[place] if 0 <= place < len(names) else ""
+        if len(block.node) >= len(node):
+            node, hosts = block.node, block.hosts
+        at = [places.setdefault(place, len(places)) for place in enumerate(block.hosts)]
         for phase, seconds in block.work.items():
-            _add(work, phase, seconds)
+            _add(work, phase, seconds, at)
         for phase, seconds in block.exchange.items():
             waited, sent = split_exchange(seconds)
-            _add(waiting, phase, waited)
-            _add(transmitting, phase, sent)
+            _add(waiting, phase, waited, at)
+            _add(transmitting, phase, sent, at)
     if not count:
         return None
-    hosts = tuple(host_of[rank] for rank in range(len(node)))
-    stragglers = find_worst(delays, hosts)
-    parts = (work, waiting, transmitting)
-    return RankTimes(count, tuple(map(int, node)), hosts, *parts, tuple(delays), stragglers)
+    for sums in (work, waiting, transmitting):
+        for phase, seconds in sums.items():
+            sums[phase] = _widened(seconds, len(places))
+    parts = (work, waiting, transmitting, tuple(delays), find_worst(delays))
+    return RankTimes(count, tuple(map(int, node)), hosts, tuple(places), *parts)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Outer iterations with the same ranks on the same nodes.
+    """Outer iterations with the same ranks on the same nodes; `hosts` are those of the ranks.
 
     `work` and `exchange` are float64 [iterations, ranks] by phase, 0 where nothing was recorded.
     """
 
     iterations: np.ndarray
     node: np.ndarray
+    hosts: tuple[str, ...]
     work: Mapping[str, np.ndarray]
     exchange: Mapping[str, np.ndarray]
 
@@ -150,9 +157,11 @@ def blocks(records: Iterable[RankRecord]) -> Iterator[list[RankRecord]]:
         yield taken[begin:]
 
 
-def stack(records: Sequence[RankRecord]) -> Block:
-    """Return records of the same ranks as one block."""
-    nothing = np.zeros(len(records[0].node))
+def stack(records: Sequence[RankRecord], names: Sequence[str]) -> Block:
+    """Return records of the same ranks as one block; `names` are those of the nodes, if known."""
+    node = records[0].node
+    hosts = tuple(names[place] if 0 <= place < len(names) else "" for place in node)
+    nothing = np.zeros(len(node))
 
     def stacked(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         phases = dict.fromkeys(phase for part in parts for phase in part)
@@ -163,19 +172,22 @@ def stack(records: Sequence[RankRecord]) -> Block:
 
     return Block(
         np.array([record.iteration for record in records]),
-        records[0].node,
+        node,
+        hosts,
         stacked([record.work for record in records]),
         stacked([record.exchange for record in records]),
     )
 
 
-def _add(sums: dict[str, np.ndarray], phase: str, seconds: np.ndarray) -> None:
-    """Add a block's seconds of ranks to a sum, which grows where there are more of them."""
-    before, block = sums.get(phase, np.zeros(0)), seconds.sum(axis=0)
-    whole = np.zeros(max(len(before), len(block)))
-    whole[: len(before)] += before
-    whole[: len(block)] += block
-    sums[phase] = whole
+def _add(sums: dict[str, np.ndarray], phase: str, seconds: np.ndarray, at: Sequence[int]) -> None:
+    """Add a block's seconds of ranks to a sum, in which they are `at` these places."""
+    sums[phase] = _widened(sums.get(phase, np.zeros(0)), max(at) + 1)
+    sums[phase][at] += seconds.sum(axis=0)
+
+
+def _widened(sums: np.ndarray, count: int) -> np.ndarray:
+    """Return sums with zeros at the end, so that there are at least so many."""
+    return np.append(sums, np.zeros(max(0, count - len(sums))))
 
 
 def split_exchange(exchange: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -253,6 +265,7 @@ def delays_of(block: Block) -> list[RankDelay]:
                 int(block.iterations[rows[i]]),
                 RANK_PHASES[p],
                 int(cause[p, i]),
+                block.hosts[cause[p, i]],
                 float(shares[p, i]),
             )
             for p, i in np.argwhere(shares > 0)
@@ -262,17 +275,16 @@ def delays_of(block: Block) -> list[RankDelay]:
     return found
 
 
-def find_worst(delays: Iterable[RankDelay], hosts: Sequence[str]) -> tuple[Straggler, ...]:
+def find_worst(delays: Iterable[RankDelay]) -> tuple[Straggler, ...]:
     """Return who delayed the others, in which phase and by how much in all, the worst first."""
-    by_place: dict[tuple[str, int], list[RankDelay]] = {}
+    by_place: dict[tuple[str, int, str], list[RankDelay]] = {}
     for delay in delays:
-        by_place.setdefault((delay.phase, delay.rank), []).append(delay)
+        by_place.setdefault((delay.phase, delay.rank, delay.host), []).append(delay)
     found = []
-    for (phase, rank), mine in by_place.items():
+    for (phase, rank, host), mine in by_place.items():
         most = max(delay.seconds for delay in mine)
         noticed = {c.iteration for c in mine if c.seconds >= NOTICEABLE * most}
         seconds = sum(delay.seconds for delay in mine)
-        host = hosts[rank] if rank < len(hosts) else ""
         found.append(Straggler(phase, rank, host, seconds, tuple(sorted(noticed))))
     return tuple(sorted(found, key=lambda s: (-s.seconds, s.rank)))
 
