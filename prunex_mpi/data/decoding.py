@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.base.cores import cpu_limit
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.logs import log
 
@@ -187,7 +188,7 @@ def is_damaged(error: UserError) -> bool:
 
 def decoding_threads(sharers: int, wanted: int = 0) -> int:
     """Return how many threads decode: as `wanted`, or a share of the cores beside `sharers`."""
-    share = len(os.sched_getaffinity(0)) // sharers
+    share = min(len(os.sched_getaffinity(0)), cpu_limit()) // sharers
     return wanted or max(1, min(share, MOST_DECODING))
 
 
