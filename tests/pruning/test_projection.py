@@ -360,7 +360,7 @@ def coupled_groups(
 
 
 def test_any_weight_that_makes_coupled_channels_decides_their_ratio():
-    model = build_model("resnet8", Images(8))
+    model = build_model("resnet8", Images(8, 10))
     layout, coupling = build_layout(model), find_coupling(model, Images(8))
 
     def ratios(*by_layer: tuple[str, float]) -> dict[str, float]:
