@@ -29,6 +29,7 @@ from prunex_mpi.core.state import (
     weights,
     wires_of,
 )
+from prunex_mpi.data.batches import Shard, images_at_once
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.dummy_input import keeping
 from prunex_mpi.models.layout import trained_parameters
@@ -268,9 +269,10 @@ def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, floa
     """Return what z comes to over the `shard`s of all ranks, as `evaluate` does."""
     state, problem = context.state, context.problem
     sums = np.zeros(3)
+    at_once = images_at_once(shard) if isinstance(shard, Shard) else EVALUATION_BATCH
     problem.model.eval()
     with weights(state, state.z):
-        for images, labels in problem.batches(shard, batch_size=EVALUATION_BATCH):
+        for images, labels in problem.batches(shard, batch_size=min(at_once, EVALUATION_BATCH)):
             # Without the batch's number: who has fewer of them must not look late.
             context.heartbeat.beat(0)
             outputs = problem.model(images)

@@ -145,7 +145,10 @@ def find_inputs(settings: Settings, known: Known) -> Inputs:
         seed=settings.seed,
         part=Part(0, 1, known=known),
     )
-    return inputs_from(data.sizes())
+    try:
+        return inputs_from(data.sizes())
+    except ValueError as error:
+        raise UserError(f"the images of {settings.dataset} can't be: {error}", UNREADABLE) from None
 
 
 def load_dataset(

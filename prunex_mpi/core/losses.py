@@ -1,5 +1,6 @@
 """What training minimises, and what it is measured by: the losses of a run."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,15 +59,16 @@ def softened(outputs: Any, temperature: float) -> Any:
     return tuple(output / temperature if is_logits else output for output, is_logits in pairs)
 
 
-def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple[Loss, Loss]:
-    """Return what the test set is measured by, and what training minimises.
+def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple[Loss, Loss, float]:
+    """Return what the test set is measured by, what training minimises, and what guessing has.
 
-    They differ in `--smoothing`. A function of the user's is tried once, on `device`. Raises
-    UserError (USAGE) where it can't be imported or does not return a loss.
+    The first two differ in `--smoothing`. A function of the user's is tried once, on `device`.
+    Raises UserError (USAGE) where it can't be imported or does not return a loss.
     """
     if settings.loss == CROSS_ENTROPY:
         smoothed = partial(cross_entropy, smoothing=settings.smoothing)
-        return cross_entropy, smoothed if settings.smoothing else cross_entropy
+        guess = math.log(classes)
+        return cross_entropy, smoothed if settings.smoothing else cross_entropy, guess
     loss = import_function("loss", settings.loss, "of outputs and labels")
     outputs = torch.zeros(TRIED_IMAGES, classes, device=device, requires_grad=True)
     labels = torch.zeros(TRIED_IMAGES, dtype=torch.int64, device=device)
@@ -88,7 +90,8 @@ def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple
             f"over the batch; it returns {kind}",
             USAGE,
         )
-    return loss, loss
+    guess = float(found)
+    return loss, loss, guess if math.isfinite(guess) else 0.0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Assemble what one rank trains from the settings: model, groups, and the problem they make."""
 
 import hashlib
-import math
 import socket
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from prunex_mpi.comm.agreement import digests_agree, run_collectively
 from prunex_mpi.comm.collectives import Transport, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.loading import measure_colours
-from prunex_mpi.core.losses import cross_entropy, find_losses
+from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Problem
 from prunex_mpi.core.task import IMAGES, next_token
@@ -123,7 +122,7 @@ def build_problem(
     )
     if settings.compile:
         run_collectively(topology.world, lambda: _try_compiler(device))
-    loss, objective = run_collectively(
+    loss, objective, guess = run_collectively(
         topology.world, lambda: find_losses(settings, dataset.num_classes, device)
     )
     agreed = digests_agree(topology.world, _digest(model))
@@ -142,7 +141,7 @@ def build_problem(
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
         steps=_enough_steps(settings, steps_of(settings, train.steps_per_epoch)),
-        guess_loss=math.log(dataset.num_classes) if loss is cross_entropy else 0.0,
+        guess_loss=guess,
         objective=task.losses(objective),
         lr_scale=lr_scale_of(settings, topology.world_size),
         kept_back=None if dataset.val is None else dataset.test,

@@ -111,6 +111,12 @@ def steps_of(settings: Settings, steps_per_epoch: int) -> int:
     return max(1, round(settings.local_epochs * steps_per_epoch))
 
 
+def steps_with(settings: Settings, samples: int) -> int:
+    """Return the local steps per outer iteration of ranks that have so many samples each."""
+    batch = min(settings.batch_size, max(1, samples))
+    return steps_of(settings, max(1, samples // batch))
+
+
 def rate_now(context: RunContext) -> float:
     """Return the learning rate of the local step that comes next."""
     settings, problem, step = context.settings, context.problem, steps_taken(context)

@@ -23,6 +23,8 @@ from prunex_mpi.data.transforms import (
 
 Device = torch.device | str
 CHUNK_IMAGES = 256  # bounds the temporary copies of passes over a whole shard
+# Of the images that a network gets at once where their number is not the user's choice.
+MOST_PIXELS = 2**22
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,12 @@ class BatchStream:
 def seed_(generator: torch.Generator, entropy: Sequence[int]) -> None:
     """Seed a generator by numbers that are mixed first: neighbouring ones give unlike draws."""
     generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+
+
+def images_at_once(shard: Shard) -> int:
+    """Return how many images of a shard a network may be given, whatever it trains with."""
+    height, width = shard.images.shape[-2:]
+    return max(1, MOST_PIXELS // max(1, height * width))
 
 
 def evaluation_batches(

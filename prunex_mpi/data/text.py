@@ -18,7 +18,7 @@ from prunex_mpi.data.text_files import Prepared, Tokenizer, embedded_text, forge
 # Of ten parts of the text, those to train on.
 TRAINED, PARTS = 9, 10
 # Logits of a batch at once, where there is no gradient: 256 MiB in float32.
-MOST_LOGITS = 2**26
+MOST_LOGITS, HIDDEN = 2**26, 2**11
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,11 @@ class WindowStream:
 
 
 def rows_at_once(predictions: int, classes: int) -> int:
-    """Return how many rows, each with logits [predictions, classes], a network may be given."""
-    return max(1, MOST_LOGITS // max(1, predictions * classes))
+    """Return how many rows, each with logits [predictions, classes], a network may be given.
+
+    Where there are few classes what it computes in between is wider.
+    """
+    return max(1, MOST_LOGITS // max(1, predictions * max(classes, HIDDEN)))
 
 
 def window_batches(

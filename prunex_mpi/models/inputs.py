@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # A description that asks for more is damaged, or meant to take all memory.
-MOST_CLASSES, MOST_PIXELS, MOST_CONTEXT = 10**5, 2**13, 2**20
+MOST_CLASSES, MOST_PIXELS, MOST_CONTEXT = 10**6, 2**13, 2**20
 MOST_TOKENS = 2**22
 # Logits that a fingerprint holds, evenly spread over the vocabulary.
 FINGERPRINT = 1024

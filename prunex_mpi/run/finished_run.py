@@ -196,7 +196,11 @@ def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Da
     data = load(
         settings.dataset,
         data_dir=settings.data_dir,
-        access=Access(mode="once", workers=decoding_threads(1), skip_corrupt=settings.skip_corrupt),
+        access=Access(
+            mode="once",
+            workers=decoding_threads(1, settings.workers),
+            skip_corrupt=settings.skip_corrupt,
+        ),
         train_samples=None,
         test_samples=settings.test_samples,
         image_size=settings.image_size,

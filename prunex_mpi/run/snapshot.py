@@ -32,7 +32,7 @@ from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.admm import update_rho2
 from prunex_mpi.core.message import arrive_, sent_in
 from prunex_mpi.core.problem import broadcast_tensor_
-from prunex_mpi.core.schedule import recount_steps_, steps_of
+from prunex_mpi.core.schedule import recount_steps_, steps_with
 from prunex_mpi.core.state import (
     EACH,
     OWN,
@@ -399,7 +399,7 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
     batchnorm.write_plain(state.bn_modules, stats)
     _put_position(state.position, place)
     samples = problem.train.samples_among(ranks, common["order"])
-    before = steps_of(settings, max(1, samples // problem.train.batch_size))
+    before = steps_with(settings, samples)
     recount_steps_(state.position, settings, before, problem.steps)
     begin_iteration(state.position)
     if state.scaler.is_enabled():

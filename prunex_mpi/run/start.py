@@ -77,6 +77,8 @@ STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
 EMULATING = ("NO AVX", "AVX2")
 # Of the largest output of a network, where it is computed twice.
 SAME_WITHIN = 1e-4
+# Of the epochs that a run is asked for, where whole steps make more or fewer.
+OTHER_LENGTH = 0.1
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,20 @@ def describe_training(context: RunContext, dataset: Dataset | TextSet, ranks: in
     )
 
 
+def other_length(settings: Settings, steps: int, steps_per_epoch: int) -> str:
+    """Return a warning if whole steps make far more or fewer epochs than asked for, or ""."""
+    wanted = settings.outer_iterations * settings.local_epochs
+    found = settings.outer_iterations * steps / steps_per_epoch
+    apart = settings.frozen_local_steps or settings.method.quadratic_interval
+    if settings.local_steps > 0 or apart or abs(found - wanted) <= OTHER_LENGTH * wanted:
+        return ""
+    return (
+        f"local-epochs {settings.local_epochs}: with {steps_per_epoch:,} steps to an epoch that is "
+        f"{steps:,}, so that the run has {found:.3g} epochs and not {float(wanted):.3g}; give "
+        "local-steps and outer-iterations"
+    )
+
+
 def log_warnings(world: MPI.Comm, context: RunContext) -> None:
     """Log on rank 0 what is not pruned, and warn of settings that are likely mistakes."""
     if world.rank:
@@ -230,6 +246,8 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
             wanted,
             images,
         )
+    if line := other_length(context.settings, problem.steps, problem.train.steps_per_epoch):
+        log.warning("%s", line)
     amp, kind = context.settings.amp, torch.backends.cpu.get_cpu_capability()
     if amp != "off" and context.state.theta.device == CPU and kind in EMULATING:
         log.warning(

@@ -28,7 +28,7 @@ from prunex_mpi.comm.agreement import (
     sum_alike_,
 )
 from prunex_mpi.core.loading import share_contents
-from prunex_mpi.data.batches import Look, Shard, evaluation_batches
+from prunex_mpi.data.batches import Look, Shard, evaluation_batches, images_at_once
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.models import standalone
@@ -41,7 +41,7 @@ from prunex_mpi.tools.evaluate_options import Options
 from prunex_mpi.tools.evaluate_text import describe_text, judge_text
 
 # Settings of a run that say on what it was tested.
-DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt", "tokenizer")
+DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt", "workers", "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     with take_places(world, 0, options.device) as place:
         data = run_collectively(world, lambda: data_of(network, options))
         if data["dataset"] == TEXT:
-            found = judge_text(place, network, data, heartbeat)
+            found = judge_text(place, network, data, options.batch_size, heartbeat)
             words = describe_text(found, options)
         else:
             with closing(load_images(place, network, data, heartbeat)) as dataset:
@@ -105,7 +105,7 @@ def load_images(
     """
     topology, world = place.topology, place.topology.world
     heartbeat.enter("data")
-    threads = decoding_threads(topology.core_sharers)
+    threads = decoding_threads(topology.core_sharers, data.get("workers", 0))
     known = share_contents(world, data["dataset"], data["data_dir"], heartbeat)
     part = Part(world.rank, world.size, topology.host_size, known=known)
     dataset = run_collectively_while(
@@ -131,6 +131,7 @@ def judge(
     look = Look(network.mean, network.std, place.device, dtype)
     model = network.model.to(place.device)
     model.eval()
+    batch = min(batch, images_at_once(dataset.test))
     sums = count(model, dataset.test, look, network.inputs.classes, batch, heartbeat)
     # All ranks have a reader or none.
     if dataset.reader is not None:

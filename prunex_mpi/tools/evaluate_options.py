@@ -49,7 +49,13 @@ def build_parser() -> Parser:
         action="store_true",
         help="replace damaged images, as in training [as the run did]",
     )
-    add("--batch-size", type=int, default=BATCH, metavar="N", help=f"images at once [{BATCH}]")
+    add(
+        "--batch-size",
+        type=int,
+        default=BATCH,
+        metavar="N",
+        help=f"at most so many images, or windows, at once [{BATCH}]",
+    )
     add("--device", default="auto", help="where to compute: auto, cpu or cuda [auto]")
     add(
         "--classes",

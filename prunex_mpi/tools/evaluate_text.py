@@ -22,7 +22,7 @@ from prunex_mpi.tools.evaluate_options import Options
 
 
 def judge_text(
-    place: Place, network: Any, data: Mapping[str, Any], heartbeat: Heartbeat
+    place: Place, network: Any, data: Mapping[str, Any], batch: int, heartbeat: Heartbeat
 ) -> dict[str, Any]:
     """Return how good a `network` of evaluate_network.py is on the test part of a text.
 
@@ -54,7 +54,7 @@ def judge_text(
 
     text = run_collectively(world, take)
     heartbeat.enter("evaluate")
-    sums = count(network.model, text, network.inputs, place.device, heartbeat)
+    sums = count(network.model, text, network.inputs, place.device, batch, heartbeat)
     sum_alike_(world, sums)
     task = next_token(text.context, read.bytes_per_token)
     return {"tokens": int(sums[1]), **task.outcome(float(sums[0] / sums[1]), 0.0)}
@@ -66,12 +66,13 @@ def count(
     text: TextSet,
     inputs: Tokens,
     device: torch.device,
+    batch: int,
     heartbeat: Heartbeat,
 ) -> np.ndarray:
     """Return the sum of the losses in nats and the number of tokens of this rank's share."""
     sums = np.zeros(2)
     batches = window_batches(
-        text.test, batch_size=len(text.test) or 1, device=device, vocabulary=inputs.vocabulary
+        text.test, batch_size=batch, device=device, vocabulary=inputs.vocabulary
     )
     for tokens, targets in batches:
         heartbeat.beat(0)

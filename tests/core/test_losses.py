@@ -1,5 +1,6 @@
 """Losses of the user's own are tried before they are trained with."""
 
+import math
 from functools import partial
 
 import pytest
@@ -27,7 +28,7 @@ def test_a_loss_must_be_a_number(monkeypatch):
         "prunex_mpi.core.losses.import_function", lambda _, name, *__: own[name[4:]]
     )
     settings = make(dataset="synthetic", train_samples=64, test_samples=16, loss="own:scalar")
-    assert find_losses(settings, 3, CPU) == (scalar, scalar)
+    assert find_losses(settings, 3, CPU) == (scalar, scalar, pytest.approx(math.log(3)))
     settings = make(dataset="synthetic", train_samples=64, test_samples=16, loss="own:vector")
     with pytest.raises(UserError, match=r"must return one number .*a tensor \[1\]"):
         find_losses(settings, 3, CPU)
@@ -42,7 +43,7 @@ def test_a_loss_is_tried_where_it_will_be_used(monkeypatch):
 
     monkeypatch.setattr("prunex_mpi.core.losses.import_function", lambda *_: weighted)
     settings = make(loss="own:weighted")
-    assert find_losses(settings, 3, CPU) == (weighted, weighted)
+    assert find_losses(settings, 3, CPU) == (weighted, weighted, 0.0)
     with pretended_gpu(), pytest.raises(UserError, match=r"labels \[2\] on cuda:0"):
         find_losses(settings, 3, GPU)
 

@@ -18,6 +18,7 @@ from prunex_mpi.core.schedule import (
     rounds_left,
     settled,
     steps_behind,
+    steps_with,
     strictness,
     total_steps,
 )
@@ -228,3 +229,9 @@ def test_qsr_has_outer_iterations_left_on_more_ranks():
     recount_steps_(position, settings, 2, 1)
     assert position.steps_done == total_steps(settings, 1) // 2
     assert quadratic_rounds(settings, 1, position.steps_done) > 0
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(1000, 35), (128, 5), (50, 5), (0, 5)])
+def test_ranks_with_fewer_samples_than_a_batch_have_an_epoch_of_one_step(samples, steps):
+    settings = make(dataset="synthetic", batch_size=128, local_epochs="5", outer_iterations=2)
+    assert steps_with(settings, samples) == steps

@@ -14,10 +14,11 @@ from prunex_mpi.data.batches import (
     Shard,
     channel_moments,
     evaluation_batches,
+    images_at_once,
     normalisation,
 )
 
-ZERO, ONE = torch.zeros(3), torch.ones(3)
+ZERO, ONE, LABELS = torch.zeros(3), torch.ones(3), torch.zeros(4, dtype=torch.int64)
 
 LOOK = Look(ZERO, ONE, "cpu")
 STREAM = dict(batch_size=4, seed=0, rank=0, flip=False, pad=0)
@@ -136,6 +137,14 @@ def test_evaluation_goes_through_the_shard_in_order():
     assert torch.equal(to_bytes(torch.cat(images)), shard.images)
     empty = Shard(shard.images[:0], shard.labels[:0])
     assert list(evaluation_batches(empty, batch_size=4, look=LOOK)) == []
+
+
+def test_fewer_large_images_are_evaluated_at_once():
+    for side, most in ((32, 4096), (512, 16), (8192, 1)):
+        assert (
+            images_at_once(Shard(torch.empty(1, 3, 1, 1).expand(4, 3, side, side), LABELS)) == most
+        )
+    assert images_at_once(Shard(torch.empty(0, 3, 32, 32), LABELS[:0])) == 4096
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -12,6 +12,7 @@ from prunex_mpi.data.text import (
     join,
     parts_of,
     read_text_data,
+    rows_at_once,
     window_batches,
     windows_of,
 )
@@ -72,6 +73,13 @@ def test_batches_are_smaller_where_logits_are_large():
         for inputs, _ in window_batches(windows, batch_size=8, device="cpu", vocabulary=2**23)
     ]
     assert sizes == [2] * 5
+
+
+def test_batches_are_smaller_where_windows_are_long():
+    windows = Windows(np.zeros(3 * 2**14 + 1, dtype=np.int64), range(0, 3 * 2**14, 2**14), 2**14)
+    most = rows_at_once(windows.context, 65)
+    assert most == rows_at_once(windows.context, 2**11) == 2
+    assert rows_at_once(windows.context, 2**12) == 1
 
 
 def test_the_last_tenth_is_to_test_on_and_the_end_of_the_rest_is_held_out():

@@ -14,6 +14,7 @@ from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.run import supervision
 from prunex_mpi.run.directory import RunDirectory, same_run
+from prunex_mpi.run.start import other_length
 from prunex_mpi.settings.fields import Settings
 
 if sys.version_info >= (3, 11):
@@ -32,6 +33,21 @@ def settings_of(folder: Path, name: str, **changes: object) -> Settings:
 def longer(folder: Path, name: str, length: int) -> Settings:
     flags = ["--resume", "--run-dir", str(folder / name), "--outer-iterations", str(length)]
     return parse(flags)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps", "per_epoch", "says"),
+    [
+        ({}, 3, 11, ""),
+        ({}, 1, 5, "the run has 12.8 epochs and not 16"),
+        ({}, 1, 1, "the run has 64 epochs and not 16"),
+        ({"local_steps": 3}, 3, 1, ""),
+        ({"method": "qsr"}, 1, 1, ""),
+    ],
+)
+def test_whole_steps_that_make_another_length_are_told(changes, steps, per_epoch, says):
+    line = other_length(make(dataset="synthetic", **changes), steps, per_epoch)
+    assert says in line and bool(line) == bool(says)
 
 
 @pytest.mark.mpi

@@ -17,7 +17,10 @@ from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.resolve import make
 from prunex_mpi.data import datasets, image_files
+from prunex_mpi.data.decoding import decoding_threads
 from prunex_mpi.models.standalone import PLAN
+from prunex_mpi.run import finished_run
+from prunex_mpi.tools import evaluate_network
 from prunex_mpi.tools import export_options as options
 from prunex_mpi.tools import export_run as export
 from prunex_mpi.tools.evaluate_network import describe, evaluate, outcome, read_network
@@ -129,6 +132,7 @@ def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(m
             run_dir=str(run),
             data_dir=where,
             skip_corrupt=True,
+            workers=1,
             groups=("coupled",),
             progress="off",
         )
@@ -137,13 +141,18 @@ def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(m
         # More than one image does not fit into memory.
         monkeypatch.setattr(datasets, "memory_limit", lambda: (8 * 34 + 200, "this machine has"))
         monkeypatch.setattr(image_files, "as_uint8", spy)
+        threads = Mock(side_effect=decoding_threads)
+        for program in (evaluate_network, finished_run):
+            monkeypatch.setattr(program, "decoding_threads", threads)
         found = found_by(run, folder)
+        assert [call.args[1] for call in threads.call_args_list] == [1]
         assert found["images"] == 10
         assert found["loss"] == pytest.approx(summary["test_loss"], rel=1e-4)
         assert {name.partition("/")[0] for name in decoded()} == {"test"}
 
         if WORLD.rank == 0:
             export.export(options.parse([str(run), "--repeat", "0", "--images", "4", *MODEL]))
+            assert [call.args[1] for call in threads.call_args_list] == [1, 1]
             seen = decoded()
             # Of four images at most one is another's substitute.
             assert 4 <= len(seen) <= 5 and {name.partition("/")[0] for name in seen} == {"test"}

@@ -1,18 +1,25 @@
 """Networks that predict the next token, tested from their folders."""
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from jobs import run_folder, run_job_here
 from nodes import WORLD
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.resolve import make
+from prunex_mpi.data.text import Windows, join
+from prunex_mpi.models.inputs import Tokens
 from prunex_mpi.run.finished_run import read_run
 from prunex_mpi.tools.evaluate_network import evaluate
 from prunex_mpi.tools.evaluate_options import parse
+from prunex_mpi.tools.evaluate_text import count
 from prunex_mpi.tools.report.read_runs import read_run as read_for_report
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
@@ -59,6 +66,20 @@ def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(capfd):
             evaluate(WORLD, parse([*flags, "--data-dir", str(other)]), Heartbeat())
         with pytest.raises(UserError, match="the network reads text"):
             evaluate(WORLD, parse([*flags, "--dataset", "digits"]), Heartbeat())
+
+
+@pytest.mark.parametrize(("batch", "sizes"), [(2, [2, 2, 1]), (256, [5])])
+def test_so_many_windows_are_tested_at_once(batch, sizes):
+    tokens = join([np.arange(41, dtype=np.uint8) % 8])
+    text, seen = SimpleNamespace(test=Windows(tokens, range(0, 40, 8), 8)), []
+
+    def model(windows: torch.Tensor) -> torch.Tensor:
+        seen.append(len(windows))
+        return torch.zeros(*windows.shape, 8)
+
+    sums = count(model, text, Tokens(8, 8), torch.device("cpu"), batch, Heartbeat())
+    assert seen == sizes
+    assert sums.tolist() == pytest.approx([40 * math.log(8), 40])
 
 
 @pytest.mark.mpi

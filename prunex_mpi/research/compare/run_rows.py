@@ -30,7 +30,7 @@ from prunex_mpi.config.resolve import FIELDS, to_toml
 from prunex_mpi.core.evaluation import Judged, delivered
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import make_groups, make_model
-from prunex_mpi.core.schedule import pruning_ends, steps_of, total_steps
+from prunex_mpi.core.schedule import pruning_ends, steps_with, total_steps
 from prunex_mpi.core.state import RunContext, State, every_rank_sends, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.text import TextSet
@@ -355,8 +355,8 @@ def check_equal_work(bench: Bench) -> None:
         images = size_of(dataset)
 
     def samples_of(settings: Settings) -> int:
-        batch = min(settings.batch_size, images)
-        return total_steps(settings, steps_of(settings, max(1, images // batch))) * batch
+        steps = total_steps(settings, steps_with(settings, images))
+        return steps * min(settings.batch_size, images)
 
     def check() -> None:
         samples = {name: list(map(samples_of, points)) for name, points in found.items()}
