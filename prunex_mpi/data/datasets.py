@@ -25,8 +25,8 @@ DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synth
 MOST_UNUSED = 2**16
 IN_MEMORY = Access()
 NOTHING_KNOWN: Known = MappingProxyType({})
-# Of a limit, where images stay in memory unasked: a job needs more than them.
-AUTO_SHARE = 0.8
+# Of a machine's memory and a GPU's, where images stay there unasked: a job needs more than them.
+AUTO_SHARES, WHOLE = (0.8, 0.4), (1.0, 1.0)
 
 
 class Part(NamedTuple):
@@ -234,7 +234,7 @@ def _streams(
         return True
     chooses = mode == "auto" and source.files is not None
     try:
-        _refuse_too_large(source, *samples, part, AUTO_SHARE if chooses else 1.0)
+        _refuse_too_large(source, *samples, part, AUTO_SHARES if chooses else WHOLE)
     except UserError as error:
         if not chooses:
             raise
@@ -245,27 +245,33 @@ def _streams(
 
 
 def _refuse_too_large(
-    source: Source, train_samples: int | None, test_samples: int | None, part: Part, share: float
+    source: Source,
+    train_samples: int | None,
+    test_samples: int | None,
+    part: Part,
+    shares: tuple[float, float],
 ) -> None:
-    """Raise UserError when images can't fit into `share` of the memory: here, or on a GPU."""
+    """Raise UserError when images can't fit into `shares` of the memory: here, and on a GPU."""
     image = 3 * source.image_size**2
     trained = 0 if train_samples is None else train_samples or source.counts[0]
     train, images = trained // part.size * image, trained
     images += 0 if test_samples is None else test_samples or source.counts[1]
     needed = part.here * (images // part.size * image + 8 * sum(source.counts))
     limit, whose = memory_limit()
-    most = "" if share == 1 else f", of which they may take {share:.0%}"
-    if needed > share * limit:
+    here, there = (
+        "" if share == 1 else f", of which they may take {share:.0%}" for share in shares
+    )
+    if needed > shares[0] * limit:
         ranks = "one rank" if part.here == 1 else f"{part.here} ranks"
         fewer = "lower --train-samples, --test-samples or --image-size" if trained else "test fewer"
         raise UserError(
             f"the images of {ranks} take {needed / GIB:.3g} GiB and {whose} {limit / GIB:.3g}"
-            f"{most}; {fewer}, or take more machines"
+            f"{here}; {fewer}, or take more machines"
         )
-    if part.room is not None and train > share * part.room:
+    if part.room is not None and train > shares[1] * part.room:
         raise UserError(
             f"the training images of one rank take {train / GIB:.3g} GiB and its GPU has "
-            f"{part.room / GIB:.3g} free{most}; lower --train-samples or --image-size, or take "
+            f"{part.room / GIB:.3g} free{there}; lower --train-samples or --image-size, or take "
             "more GPUs"
         )
 

@@ -236,7 +236,8 @@ def test_auto_streams_what_memory_cannot_hold(folder, caplog, monkeypatch):
 @pytest.mark.parametrize("mode", ["auto", "memory"])
 @pytest.mark.parametrize("where", ["machine", "gpu"])
 def test_auto_leaves_room_for_the_job(folder, monkeypatch, where, mode):
-    """A rank's images may take 80 % of a limit, and all of it where memory is asked for."""
+    """A rank's images may take a part of a limit, and all of it where memory is asked for."""
+    share = 0.8 if where == "machine" else 0.4
     needed = 37 * 3 * 8**2 + 8 * 75 if where == "machine" else 30 * 3 * 8**2
 
     def is_streamed(limit: float) -> bool:
@@ -249,9 +250,9 @@ def test_auto_leaves_room_for_the_job(folder, monkeypatch, where, mode):
             data.load("imagefolder", part=part, **place, **whole).train.images, Streamed
         )
 
-    assert not is_streamed(needed / 0.79)
+    assert not is_streamed(needed / (share - 0.01))
     if mode == "auto":
-        assert is_streamed(needed / 0.81)
+        assert is_streamed(needed / (share + 0.01))
     else:
         assert not is_streamed(needed)
         with pytest.raises(UserError, match="lower --train-samples"):
