@@ -181,7 +181,7 @@ def load_dataset(
             access=Access(
                 settings.download,
                 settings.data_mode,
-                decoding_threads(topology.core_sharers, settings.workers),
+                decoding_threads(topology.core_sharers, settings.workers, topology.host_size),
                 settings.skip_corrupt,
             ),
             train_samples=settings.train_samples,

@@ -186,9 +186,12 @@ def is_damaged(error: UserError) -> bool:
     return cause is not None and getattr(cause, "errno", None) is None
 
 
-def decoding_threads(sharers: int, wanted: int = 0) -> int:
-    """Return how many threads decode: as `wanted`, or a share of the cores beside `sharers`."""
-    share = min(len(os.sched_getaffinity(0)), cpu_limit()) // sharers
+def decoding_threads(sharers: int, wanted: int = 0, here: int = 1) -> int:
+    """Return how many threads decode: as `wanted`, or a share of the cores beside `sharers`.
+
+    All ranks `here`, on this machine, share what it may keep busy.
+    """
+    share = min(len(os.sched_getaffinity(0)) // sharers, cpu_limit() // here)
     return wanted or max(1, min(share, MOST_DECODING))
 
 

@@ -105,7 +105,7 @@ def load_images(
     """
     topology, world = place.topology, place.topology.world
     heartbeat.enter("data")
-    threads = decoding_threads(topology.core_sharers, data.get("workers", 0))
+    threads = decoding_threads(topology.core_sharers, data.get("workers", 0), topology.host_size)
     known = share_contents(world, data["dataset"], data["data_dir"], heartbeat)
     part = Part(world.rank, world.size, topology.host_size, known=known)
     dataset = run_collectively_while(

@@ -233,6 +233,24 @@ def whole(place: str) -> dict:
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
+def test_networks_that_read_text_are_revealed_too(quiet, tmp_path):
+    place = Path(broadcast_text(WORLD, str(tmp_path)))
+    if WORLD.rank == 0:
+        (place / "text").write_text("".join(f"{i} and {i + 1};" for i in range(200)))
+    lr = "grid = {lr = [0.001, 0.002]}"
+    plan = write_plan(tmp_path, f'[rows.dense]\nmethod = "dense"\n{lr}')
+    flags = [plan, "--dataset=text", "--tokenizer=chars", "--context=8", "--model=tiny_text:gpt"]
+    flags += [f"--data-dir={place}/text", "--batch-size=4", "--outer-iterations=2"]
+    flags += ["--local-steps=2", "--progress=off", f"--dir={place}/runs"]
+    assert compare(WORLD, parse(flags)) == 0
+    assert compare(WORLD, parse([*flags, "--reveal", f"--json={place}/tables.json"])) == 0
+    tested = [run["test"] for run in whole(str(place))["outcomes"]]
+    assert [quality["accuracy"] for quality in tested] == [None, None]
+    assert all(0 < quality["loss"] < 10 for quality in tested)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
 def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, monkeypatch):
     images = Path(broadcast_text(WORLD, str(tmp_path / "images")))
     if WORLD.rank == 0:

@@ -141,7 +141,7 @@ def _test(
         moved = {key: options.common[key] for key in ("data_dir",) if key in options.common}
         data = {**network.data, **moved}
         if data["dataset"] == TEXT:
-            results[name] = _quality_of(judge_text(place, network, data, heartbeat))
+            results[name] = _quality_of(judge_text(place, network, data, BATCH, heartbeat))
             continue
         if dataset is None:
             dataset = load_images(place, network, data, heartbeat, mode="auto")

@@ -309,7 +309,7 @@ def ratios(runs: Sequence[Run]) -> Drawn:
             rows.append(beside(series[x][0], f"{name}, keep {x:g}", here, paper))
     panel.set_xlim(0, 1.05)
     pruning = [run for run in runs if BY_NAME[run.setting("method")].keeps_a_share]
-    counted = " or ".join(sorted({keep_by(run) for run in pruning}))
+    counted = " or ".join(sorted({keep_by(run) for run in pruning})) or "groups"
     panel.set_xlabel(f"keep ratio: share of the {counted} that is kept")
     panel.set_ylabel(f"{ended_on(runs)} accuracy % at the end")
     legend_above(panel, 3)

@@ -142,7 +142,7 @@ def slow_section(times: RankTimes | None) -> Section:
     )
     count, most = len(times.places), run_pictures.MOST_BARS
     if count > most:
-        sent = f"{most} of {count} ranks. {sent}"
+        sent = f"{most} of {count} ranks on their hosts. {sent}"
     late = (
         "Where ranks meet, what the last one came later than they did counts as its delay, in the "
         "phases in which it took longer than its likes."
