@@ -107,7 +107,7 @@ def test_clipping_is_that_of_torch(limit):
 
 
 def test_smoothed_labels_are_trained_on_and_not_measured_by():
-    loss, objective = find_losses(make(smoothing=0.2), CLASSES, CPU)
+    loss, objective, _ = find_losses(make(smoothing=0.2), CLASSES, CPU)
     outputs, labels = torch.randn(4, CLASSES), torch.tensor([0, 1, 2, 3])
     shares = F.one_hot(labels, CLASSES) * 0.8 + 0.2 / CLASSES
     by_hand = -(shares * outputs.log_softmax(1)).sum(1).mean()
@@ -161,7 +161,9 @@ def test_what_is_no_loss_is_refused_in_a_line(name, why):
 
 
 def test_an_own_loss_is_trained_on_and_measured_by():
-    loss, objective = find_losses(make(loss="torch.nn.functional:multi_margin_loss"), CLASSES, CPU)
+    loss, objective, _ = find_losses(
+        make(loss="torch.nn.functional:multi_margin_loss"), CLASSES, CPU
+    )
     assert loss is objective is F.multi_margin_loss
     with pytest.raises(UserError, match="mixup is for cross-entropy"):
         make(loss="a:b", mixup=0.1)
