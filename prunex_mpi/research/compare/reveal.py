@@ -4,7 +4,6 @@
 written before the first test image is read; from then on the plan, its runs and its choices stay.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -23,14 +22,15 @@ from prunex_mpi.research.compare import kept_runs
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import Outcome, Quality
 from prunex_mpi.research.compare.plan import named
+from prunex_mpi.research.compare.run_rows import digest_of_images
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
 from prunex_mpi.tools.evaluate_network import Network, judge, load_images, read_network
+from prunex_mpi.tools.evaluate_options import BATCH
 from prunex_mpi.tools.evaluate_text import judge_text
 
 REVEAL = "reveal.json"
-BATCH = 256
 
 
 def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
@@ -145,8 +145,7 @@ def _test(
             continue
         if dataset is None:
             dataset = load_images(place, network, data, heartbeat, mode="auto")
-            first = dataset.test.images[:1].numpy().tobytes()
-            first = hashlib.blake2b(first, digest_size=8).hexdigest()
+            first = digest_of_images(dataset.test, 1)
             told = broadcast_text(world, f"{dataset.test_total} {dataset.digest} {first}")
         found = judge(place, network, dataset, BATCH, heartbeat)
         results[name] = _quality_of(found)

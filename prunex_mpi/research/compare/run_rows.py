@@ -32,6 +32,7 @@ from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.core.schedule import pruning_ends, steps_with, total_steps
 from prunex_mpi.core.state import RunContext, State, every_rank_sends, weights
+from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.facts import recorded_versions
@@ -170,12 +171,17 @@ def first_held_out(world: MPI.Comm, dataset: Dataset | TextSet) -> str:
     def look() -> str:
         if world.rank or isinstance(dataset, TextSet):
             return ""
-        images = dataset.val.images[:FIRST_IMAGES].numpy()
+        found = digest_of_images(dataset.val, FIRST_IMAGES)
         if dataset.reader is not None:
             dataset.reader.raise_error()
-        return hashlib.blake2b(images.tobytes(), digest_size=8).hexdigest()
+        return found
 
     return broadcast_text(world, run_collectively(world, look))
+
+
+def digest_of_images(shard: Shard, count: int) -> str:
+    """Return what tells the first `count` images of a shard from others."""
+    return hashlib.blake2b(shard.images[:count].numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def told_of(name: str, value: object) -> float | str:
