@@ -284,6 +284,7 @@ def with_overrides(settings: Settings, **changes: object) -> Settings:
         if converted.get(name, values[name]) != values[name]:
             raise UserError(f"{name} cannot be changed in settings that are already resolved")
     _lay_over(values, converted)
+    _count_epochs(values, converted)
     return _resolve(values)
 
 

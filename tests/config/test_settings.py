@@ -184,6 +184,7 @@ def test_layer_keep_ratios_keep_their_order():
 
 def test_overrides_are_checked():
     settings = make()
+    assert with_overrides(settings, epochs=32).outer_iterations == 128
     assert with_overrides(settings, lr=0.1) == dataclasses.replace(settings, lr=0.1)
     assert_refused(lambda: with_overrides(settings, lr=-1.0), "lr")
     assert_refused(lambda: with_overrides(settings, learning_rate=1.0), "learning_rate")
