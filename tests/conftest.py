@@ -70,10 +70,10 @@ def failing_instead_of_aborting(monkeypatch):
     """Have a program that would abort the job fail its test."""
     from prunex_mpi.run import program
 
-    def end_job(_world):
+    def abort_job(_world):
         raise AssertionError("the program aborted the job")
 
-    monkeypatch.setattr(program, "end_job", end_job)
+    monkeypatch.setattr(program, "abort_job", abort_job)
     hook = program.sys.excepthook
     yield
     program.sys.excepthook = hook

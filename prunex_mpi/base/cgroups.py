@@ -34,8 +34,3 @@ def read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def number(text: str | None) -> int:
-    """Return a whole number, 0 for anything else, such as `max`."""
-    return int(text) if text and text.isdecimal() else 0

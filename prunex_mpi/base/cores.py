@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from prunex_mpi.base.cgroups import cgroup_folders, number, read
+from prunex_mpi.base.cgroups import cgroup_folders, read
+from prunex_mpi.base.units import number
 
 
 def cores_of(cpus: Iterable[int], root: Path = Path("/")) -> tuple[int, ...]:

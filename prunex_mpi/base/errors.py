@@ -1,7 +1,7 @@
 """Errors that a user can cause, each with its exit code, and what their messages are made of."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 FAILURE = 1
@@ -50,12 +50,17 @@ def quote(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str], between: str = ", ") -> str:
     """Return some distinct names and how many more there are."""
     distinct = list(dict.fromkeys(names))
     more = len(distinct) - SHOWN_NAMES
-    shown = ", ".join(distinct[:SHOWN_NAMES])
+    shown = between.join(distinct[:SHOWN_NAMES])
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def enumerated(words: Sequence[str]) -> str:
+    """Return all of some words as a sentence has them: a, b and c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def meant(word: str, valid: Iterable[str], otherwise: str = "") -> str:

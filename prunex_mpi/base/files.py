@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,6 +18,11 @@ from typing import Any, BinaryIO, TypeVar
 
 from prunex_mpi.base.errors import FAILURE, UserError, quote
 from prunex_mpi.base.units import MIB
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # noqa: F401
 
 T = TypeVar("T")
 
@@ -175,8 +181,8 @@ def write_json(path: str, value: Any) -> None:
         file.write(text)
 
 
-def prepare_file(flag: str, path: str) -> None:
-    """Raise UserError unless the file that `--flag` names can be written; "" names none.
+def prepare_file(path: str) -> None:
+    """Raise UserError unless the file of --json can be written; "" is none.
 
     A file that was not there is not there afterwards. Several processes may ask at a time.
     """
@@ -192,7 +198,7 @@ def prepare_file(flag: str, path: str) -> None:
         else:
             os.unlink(path)
     except OSError as error:
-        raise UserError(f"--{flag} {quote(path, 250)}: {error.strerror}; choose another") from None
+        raise UserError(f"--json {quote(path, 250)}: {error.strerror}; choose another") from None
 
 
 def telling_disk_errors(what: str, action: Callable[[], T]) -> T:

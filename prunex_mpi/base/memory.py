@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from prunex_mpi.base.cgroups import cgroup_folders, number, read
-from prunex_mpi.base.units import MIB
+from prunex_mpi.base.cgroups import cgroup_folders, read
+from prunex_mpi.base.units import MIB, number
 
 CGROUP_FILES = ("memory.max", "memory.limit_in_bytes")  # of version 2, of version 1
 

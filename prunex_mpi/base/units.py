@@ -1,8 +1,13 @@
-"""Units of memory, in bytes."""
+"""Units of memory, in bytes, and numbers out of what files and the environment say."""
 
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
+
+
+def number(text: str | None, other: int = 0) -> int:
+    """Return the whole number that a text is, `other` for anything else, such as `max`."""
+    return int(text) if text and text.isdecimal() else other
 
 
 def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
@@ -15,7 +20,7 @@ def ring_bytes(workers: int, operand: int, passes: int = 2) -> int:
     return passes * (workers - 1) * operand // workers
 
 
-def dealt_bytes(workers: int, inside: int, operand: int, passes: int = 0) -> int:
+def dealt_bytes(workers: int, inside: int, operand: int, passes: int) -> int:
     """Return the bytes that leave a node with `inside` of the `workers`, each dealing `operand`.
 
     By an Alltoall, which no ring makes less; then so many `passes` around the ring.
@@ -23,11 +28,11 @@ def dealt_bytes(workers: int, inside: int, operand: int, passes: int = 0) -> int
     return (inside * (workers - inside) + passes * (workers - 1)) * operand // workers
 
 
-def shifted_bytes(workers: int, inside: int, distance: int, operand: int, team: int = 0) -> int:
+def shifted_bytes(workers: int, inside: int, distance: int, operand: int, team: int) -> int:
     """Return the bytes that leave a node with `inside` of the `workers`, each sending `operand`.
 
-    Worker r sends it to worker r + distance, counted around in its team of so many neighbours, all
-    workers by default; a node's workers are neighbours, too. Teams lie alike in the nodes where one
+    Worker r sends it to worker r + distance, counted around in its team of so many neighbours, 0
+    for all workers; a node's workers are neighbours, too. Teams lie alike in the nodes where one
     size divides the other; else it is the first node.
     """
     if workers == 1:

@@ -1,11 +1,12 @@
 """Agree with other ranks: texts, errors that end every rank alike, digests, means, clocks."""
 
 import hashlib
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -50,6 +51,26 @@ def broadcast_text(world: MPI.Comm, text: str, root: int = 0) -> str:
     return _decode(buffer)
 
 
+def broadcast_json(comm: MPI.Comm, value: Any, root: int = 0) -> Any:
+    """Return rank `root`'s value on every rank, as JSON has it. Collective on `comm`."""
+    return json.loads(broadcast_text(comm, json.dumps(value) if comm.rank == root else "", root))
+
+
+def gather_counts(comm: MPI.Comm, count: int) -> list[int]:
+    """Return every rank's `count`, alike on all ranks. Collective on `comm`."""
+    counts = np.empty(comm.size, dtype=np.int64)
+    comm.Allgather(np.array([count], dtype=np.int64), counts)
+    return counts.tolist()
+
+
+def count_same(comm: MPI.Comm, text: str) -> int:
+    """Return how many ranks have this rank's `text`, with itself. Collective on `comm`."""
+    mine = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], dtype=np.uint64)
+    everyone = np.empty(comm.size, dtype=np.uint64)
+    comm.Allgather(mine, everyone)
+    return int(np.count_nonzero(everyone == mine))
+
+
 def _encode(text: str) -> bytes:
     """Return UTF-8, and the bytes of file names that are not UTF-8 as they were."""
     return text.encode(errors="surrogateescape")
@@ -88,6 +109,11 @@ def run_collectively(world: MPI.Comm, action: Callable[[], T]) -> T:
         error = caught
     raise_together(world, error)
     return result
+
+
+def run_on_first(world: MPI.Comm, action: Callable[[], T]) -> T | None:
+    """Return `action()` on rank 0, None elsewhere; its UserError is everyone's. Collective."""
+    return run_collectively(world, lambda: action() if world.rank == 0 else None)
 
 
 def run_collectively_while(

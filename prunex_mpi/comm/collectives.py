@@ -334,13 +334,6 @@ def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transp
         target.copy_(received)
 
 
-def gather_counts(comm: MPI.Comm, count: int) -> list[int]:
-    """Return every rank's `count`, alike on all ranks. Collective on `comm`."""
-    counts = np.empty(comm.size, dtype=np.int64)
-    comm.Allgather(np.array([count], dtype=np.int64), counts)
-    return counts.tolist()
-
-
 def allgatherv_(
     comm: MPI.Comm, mine: Tensor, counts: Sequence[int], everyone: Tensor, transport: Transport
 ) -> None:

@@ -7,7 +7,6 @@ rack first. A consensus of the rack with a dual of its own would not know more (
 `prunex_mpi/README.md`).
 """
 
-import hashlib
 import os
 import re
 import socket
@@ -15,12 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.comm.agreement import broadcast_text, gather_text, run_collectively
+from prunex_mpi.comm.agreement import (
+    broadcast_json,
+    count_same,
+    gather_counts,
+    gather_text,
+    run_collectively,
+)
 
 # What --rack-of has in place of a number or a pattern: switches, as Slurm's topology names them.
 SLURM, SLURM_ADDRESS = "slurm", "SLURM_TOPOLOGY_ADDR"
@@ -109,11 +112,7 @@ def build_topology(
     made.append(world := world.Dup())
     made.append(host := world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank))
     host_rank, host_size = host.rank, host.size
-    affinity = repr(sorted(os.sched_getaffinity(0))).encode()
-    mine = np.frombuffer(hashlib.sha256(affinity).digest()[:8], dtype=np.uint64)
-    everyone = np.empty(host_size, dtype=np.uint64)
-    host.Allgather(mine, everyone)
-    core_sharers = int(np.count_nonzero(everyone == mine))
+    core_sharers = count_same(host, repr(sorted(os.sched_getaffinity(0))))
     if ranks_per_node:
         made.remove(host)
         host.Free()
@@ -122,18 +121,13 @@ def build_topology(
         node = host
     leader = world.Split(0 if node.rank == 0 else MPI.UNDEFINED, key=world.rank)
     made.append(leader)
-    shape = np.zeros(2, dtype=np.int64)
-    if leader != MPI.COMM_NULL:
-        shape[:] = leader.rank, leader.size
-    node.Bcast(shape, root=0)
-    sizes = np.zeros(shape[1], dtype=np.int64)
-    if leader != MPI.COMM_NULL:
-        leader.Allgather(np.array([node.size], dtype=np.int64), sizes)
-    node.Bcast(sizes, root=0)
+    leads = leader != MPI.COMM_NULL
+    index, sizes = broadcast_json(
+        node, [leader.rank, gather_counts(leader, node.size)] if leads else None
+    )
     shared = host_rank, host_size, core_sharers
-    nodes = int(shape[0]), tuple(sizes.tolist())
     racks = _find_racks(world, node, leader, rack_of, made) if rack_of else None
-    return Topology(world, node, leader, *nodes, *shared, racks, made)
+    return Topology(world, node, leader, index, tuple(sizes), *shared, racks, made)
 
 
 def _find_racks(
@@ -145,11 +139,8 @@ def _find_racks(
     """
     leads = leader != MPI.COMM_NULL
     name = run_collectively(world, lambda: rack_name(rack_of, leader.rank) if leads else "")
-    names = ""
-    if leads:
-        names = broadcast_text(leader, "\n".join(gather_text(leader, name)))
-    racks = broadcast_text(node, "\n".join((names, name))).split("\n")
-    mine = racks.pop()
+    names = broadcast_json(leader, gather_text(leader, name)) if leads else []
+    *racks, mine = broadcast_json(node, [*names, name])
     distinct = list(dict.fromkeys(racks))
     if len(distinct) in (1, len(racks)):
         return None

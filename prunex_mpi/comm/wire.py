@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.units import dealt_bytes, ring_bytes, shifted_bytes
 from prunex_mpi.comm import collectives
+from prunex_mpi.comm.agreement import gather_counts
 from prunex_mpi.comm.collectives import Transport, between_nodes
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
@@ -158,8 +159,7 @@ class Wire:
         """Return every rank's `count`, alike on all. Collective on `comm`."""
         counted = self.count(COUNT_BYTES, self.comm.size * COUNT_BYTES, passes=1)
         with self.clock.exchanging(torch.device("cpu"), "Allgather", counted):
-            counts = collectives.gather_counts(self.comm, count)
-        return counts
+            return gather_counts(self.comm, count)
 
     def gather_parts_(
         self, mine: Tensor, counts: Sequence[int], everyone: Tensor, kind: str = ""

@@ -1,4 +1,4 @@
-"""Quantisation: block codes of 2 to 32 bits, packed integers of few bits, ternary numbers.
+"""Quantisation: block codes of 2 to 16 bits, packed integers of few bits, ternary numbers.
 
 A vector is coded in blocks of 128 values, each block a record of bytes.
 
@@ -37,9 +37,9 @@ from torch import Tensor
 from torch.nn.functional import threshold_
 
 BLOCK = 128
-PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int4", "int2")
+PAYLOADS = ("fp16", "bf16", "int8", "int4", "int2")
 
-_FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _BITS = {"int8": 8, "int4": 4, "int2": 2}
 _LARGEST = {"int8": 127, "int4": 7}
 _SCALE_BYTES = 2
@@ -65,9 +65,9 @@ def encode_(values: Tensor, records: Tensor, payload: str) -> None:
     """Write the codes of `values` to `records`; `values` become what rounding has left over.
 
     `values` is [n], float32 or float64, contiguous, n a multiple of 128; `records` is uint8
-    [n / 128, record_bytes(payload)] and begins at an even byte (a multiple of 4 for fp32). A block
-    with a value that is not finite decodes to values of which some are not. int2 leaves blocks with
-    a root mean square below 1e-17 as they are, and takes values above 1e18 for infinite.
+    [n / 128, record_bytes(payload)] and begins at an even byte. A block with a value that is not
+    finite decodes to values of which some are not. int2 leaves blocks with a root mean square below
+    1e-17 as they are, and takes values above 1e18 for infinite.
     """
     if payload in _FLOATS:
         for block, spare, numbers in _tiles(values, records.view(_FLOATS[payload])):
@@ -99,7 +99,7 @@ def add_decoded_(records: Tensor, out: Tensor, payload: str) -> None:
     """Add what `records` stand for to `out`; shapes and dtypes as in `encode_`."""
     if payload in _FLOATS:
         for block, spare, numbers in _tiles(out, records.view(_FLOATS[payload])):
-            block.add_(numbers if numbers.dtype == out.dtype else spare.copy_(numbers))
+            block.add_(spare.copy_(numbers))
         return
     for block, spare, scales, codes in _tiles(out, *_parts(records)):
         scale = scales.to(out.dtype)
@@ -168,10 +168,7 @@ def _encode_floats_(values: Tensor, numbers: Tensor, spare: Tensor) -> None:
         numbers.copy_(torch.clamp(values, -largest, largest, out=spare).add_(values, alpha=0))
     else:
         numbers.copy_(values)
-    if numbers.dtype == values.dtype:
-        values.zero_()
-    else:
-        values.sub_(spare.copy_(numbers))
+    values.sub_(spare.copy_(numbers))
 
 
 def _encode_by_maxima_(

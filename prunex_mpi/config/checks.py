@@ -94,7 +94,7 @@ def check_given(settings: Settings, usual: Sequence[Mapping[str, Any]]) -> None:
     values = {**vars(s), **own}
     given = {name for name, value in values.items() if all(value != of.get(name) for of in usual)}
     # While masks may still change nothing stops a run, and without duals there are no residuals.
-    never_stops = _freezes(s) and s.after_freeze == "local-sgd"
+    never_stops = fields.freezes(s) and s.after_freeze == "local-sgd"
     means_nothing = (
         ("min_lr_ratio", "lr_schedule", s.lr_schedule != "cosine"),
         ("freeze_window", "freeze_drift", s.freeze_drift < 0),
@@ -103,10 +103,13 @@ def check_given(settings: Settings, usual: Sequence[Mapping[str, Any]]) -> None:
         *((name, "groups", s.groups == ("pattern",)) for name in OF_A_RATIO),
         ("keep_floor", "keep_by", s.keep_floor and s.keep_by == "groups"),
         *((name, "after_freeze", values[name] and never_stops) for name in ("eps_abs", "eps_rel")),
+        ("inner_momentum", "momentum", s.inner_momentum == "reset" and not s.momentum),
+        ("diloco_outer_warmup", "diloco_outer_momentum", not values.get("diloco_outer_momentum")),
+        ("dgc_warmup_epochs", "dgc_ratio", values.get("dgc_ratio") == 1),
     )
     for name, other, idle in means_nothing:
         if idle and name in given:
-            value = getattr(s, other)
+            value = values[other]
             shown = value[0] if isinstance(value, tuple) else value
             raise UserError(
                 f"{key_of(name)} means nothing with {key_of(other)} {shown}; leave it away"
@@ -199,7 +202,7 @@ def _check_fragments(settings: Settings) -> None:
             f"overlap-steps {s.overlap_steps} is more than the {s.local_steps // s.fragments} "
             f"local steps between two of {s.fragments} fragments; lower it"
         )
-    if s.method.consensus and (s.after_freeze != "local-sgd" or not _freezes(s)):
+    if s.method.consensus and (s.after_freeze != "local-sgd" or not fields.freezes(s)):
         raise UserError(
             "fragments: duals need all of z at once; give masks that freeze, and after-freeze "
             "local-sgd"
@@ -226,10 +229,6 @@ def _check_racks(settings: Settings) -> None:
         raise UserError(f"rack-of {text} is no regular expression: {error}") from None
     if not groups:
         raise UserError(f"rack-of {text}: put what names the rack in brackets, as in (.*)-node")
-
-
-def _freezes(settings: Settings) -> bool:
-    return settings.freeze_iteration > 0 or settings.freeze_drift >= 0
 
 
 def _check_estimate(settings: Settings, estimate: Mapping[str, Any]) -> None:
@@ -313,7 +312,7 @@ def _check_removal(settings: Settings) -> None:
         return
     if s.groups != ("coupled",):
         raise UserError("remove-dropped is for coupled groups alone; give --groups coupled")
-    if s.method.consensus and not s.freeze_iteration and s.freeze_drift < 0:
+    if s.method.consensus and not fields.freezes(s):
         raise UserError(
             "remove-dropped needs masks that are final: give freeze-iteration or freeze-drift"
         )

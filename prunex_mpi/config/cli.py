@@ -7,13 +7,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
-from prunex_mpi.base.files import plain_only
-from prunex_mpi.config.parser import Parser, program_parser
+from prunex_mpi.base.files import plain_only, tomllib
+from prunex_mpi.config.parser import Parser, last_value, program_parser
 from prunex_mpi.config.resolve import (
     BY_NAME,
     FIELDS,
@@ -29,12 +28,7 @@ from prunex_mpi.config.resolve import (
     together,
 )
 from prunex_mpi.settings.fields import PRESETS, Settings, key_of
-from prunex_mpi.settings.values import AUTO, choices_shown, convert, left_open
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from prunex_mpi.settings.values import AUTO, choices_shown, convert, in_words, left_open
 
 # Say which folder a run lies in, and that it goes on.
 OF_THE_FOLDER = ("run_dir", "resume")
@@ -69,7 +63,7 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
         rest = [word for number, word in enumerate(argv) if number not in helps]
         about = argv[helps[0] + 1] if len(argv) > helps[0] + 1 else ""
         names = ("preset", "method", "optimizer", "dataset")
-        preset, method, *kind = (_word_after(rest, f"--{name}") for name in names)
+        preset, method, *kind = (last_value(rest, f"--{name}") for name in names)
         about = "" if about.startswith("-") else about
         known = preset in PRESETS, method in BY_NAME
         print_help(about, preset if known[0] else "recipe", method if known[1] else "prunex", *kind)
@@ -95,18 +89,9 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
             raise UserError("--resume needs --run-dir, the folder of the run that goes on")
         # os.path says no where Path.exists raises; the run directory then says what is wrong.
         if os.path.exists(Path(given["run_dir"]) / "config.toml"):
-            return resumed(read_saved(given["run_dir"]), given, read_asked(given["run_dir"]))
+            saved, asked = read_saved(given["run_dir"])
+            return resumed(saved, given, asked)
     return build(preset, layers, asked)
-
-
-def _word_after(words: Sequence[str], flag: str) -> str:
-    """Return the value of a flag, as `--flag X` or `--flag=X`; "" where it is not given."""
-    for word, after in pairwise([*words, ""]):
-        if word == flag:
-            return after
-        if word.startswith(f"{flag}="):
-            return word.removeprefix(f"{flag}=")
-    return ""
 
 
 def read_config(path: str) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any] | None]:
@@ -125,25 +110,18 @@ def read_config(path: str) -> tuple[dict[str, Any], tuple[str, ...], dict[str, A
     return values, left_out, asked
 
 
-def read_saved(run_dir: str) -> dict[str, Any]:
-    """Read the config.toml of a run by field name; all settings must be there and fit."""
+def read_saved(run_dir: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the config.toml of a run by field name; all settings must be there and fit.
+
+    Returns them, and what of them had been asked for otherwise, {} for nothing.
+    """
     path = str(Path(run_dir) / "config.toml")
     where = quote(path, 250)
     try:
-        saved = from_table(_load_toml(path, where, plain_only), where)
+        table = _load_toml(path, where, plain_only)
+        saved = from_table(table, where)
         check_saved(saved, where)
-    except UserError as error:
-        raise UserError(str(error), UNREADABLE) from None
-    return saved
-
-
-def read_asked(run_dir: str) -> dict[str, Any]:
-    """Read what of a run's settings had been asked for otherwise, {} for nothing."""
-    path = str(Path(run_dir) / "config.toml")
-    where = quote(path, 250)
-    try:
-        asked = _load_toml(path, where, plain_only).get("asked", {})
-        return from_table(asked if isinstance(asked, dict) else {}, where)
+        return saved, from_table(table.get("asked", {}), where)
     except UserError as error:
         raise UserError(str(error), UNREADABLE) from None
 
@@ -272,13 +250,7 @@ def _action(kind: Any, rules: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 def shown(name: str, value: object) -> str:
     """Return a value of a setting as help and tables show it."""
-    if left_open(FIELDS[name], value):
-        return "auto"
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return str(value) if value != "" else "none"
+    return "auto" if left_open(FIELDS[name], value) else in_words(value)
 
 
 def convert_flag(name: str, text: Any) -> Any:

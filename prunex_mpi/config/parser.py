@@ -2,7 +2,8 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from prunex_mpi import __version__
@@ -52,6 +53,27 @@ def add_timeout(parser: Parser, default_s: float) -> None:
         metavar="X",
         help=f"seconds without progress before the job is ended [{default_s:g}]",
     )
+
+
+def add_own_model(parser: Parser) -> None:
+    """Let `parser` know --model, which repeats the own model of the run that is read."""
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="repeat the run's own model, package.module:factory: importing it runs its code",
+    )
+
+
+def last_value(words: Iterable[str], flag: str) -> str:
+    """Return what `flag` was given last, as `--flag X` or `--flag=X`; "" where it is not given."""
+    found = ""
+    for word, after in pairwise([*words, ""]):
+        if word == flag:
+            found = after
+        elif word.startswith(f"{flag}="):
+            found = word.removeprefix(f"{flag}=")
+    return found
 
 
 def check_range(given: argparse.Namespace, name: str, low: int, high: int) -> None:

@@ -5,7 +5,6 @@ Here a setting has a flat name: `a_b` for one that methods share, `METHOD_c` for
 
 import dataclasses
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from importlib import resources
@@ -14,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.base.files import FORMAT
+from prunex_mpi.base.files import FORMAT, tomllib
 from prunex_mpi.config.checks import check_given, check_together, first_at_target
 from prunex_mpi.methods.declared import METHODS, OPTIMIZER_DEFAULTS
 from prunex_mpi.settings.fields import (
@@ -26,12 +25,7 @@ from prunex_mpi.settings.fields import (
     key_of,
 )
 from prunex_mpi.settings.method import Method
-from prunex_mpi.settings.values import AUTO, convert, left_open, setting, to_be_found
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from prunex_mpi.settings.values import AUTO, convert, in_words, left_open, setting, to_be_found
 
 BY_NAME = {method.name: method for method in METHODS}
 
@@ -156,6 +150,12 @@ def build(
     """
     given = together(preset, layers, asked)
     method = BY_NAME[given.get("method", "prunex")]
+    # A preset or the file of another method may say so.
+    if not method.by_iteration and layers and layers[-1].get("local_steps") == AUTO:
+        raise UserError(
+            f"local-steps auto: {method.name} exchanges in every step; give a number, or "
+            "local-epochs alone"
+        )
     usual = defaults(preset, method, *(given.get(key, "") for key in ("optimizer", "dataset")))
     values = dict(usual)
     _lay_over(values, given)
@@ -277,15 +277,18 @@ def make(preset: str = "recipe", **overrides: object) -> Settings:
 def with_overrides(settings: Settings, **changes: object) -> Settings:
     """Return a copy with some values replaced, by flat name, checked like any other.
 
-    Raises UserError for an unknown name, a bad value, or another preset or method.
+    What was a share of the outer iterations stays where it is. Raises UserError for an unknown
+    name, a bad value, and what other values were chosen by.
     """
-    values, converted = flat_values(settings), _convert_all(changes)
-    for name in ("preset", "method"):
-        if converted.get(name, values[name]) != values[name]:
-            raise UserError(f"{name} cannot be changed in settings that are already resolved")
+    before, converted = flat_values(settings), _convert_all(changes)
+    for name in ("preset", "method", "optimizer", "epochs"):
+        if converted.get(name, before.get(name)) != before.get(name):
+            raise UserError(f"{key_of(name)} cannot be changed in settings that are resolved")
+    values = dict(before)
     _lay_over(values, converted)
-    _count_epochs(values, converted)
-    return _resolve(values)
+    found = _resolve(values)
+    check_given(found, [before])
+    return found
 
 
 def flat_values(settings: Settings) -> dict[str, Any]:
@@ -346,8 +349,8 @@ def resumed(
 
 def _differs(name: str, new: object, old: object) -> str:
     return (
-        f"--{key_of(name)} {_plain(new)} differs from the run's {_plain(old)}; a resumed run keeps "
-        "its settings: leave it away, or start a new run"
+        f"--{key_of(name)} {in_words(new)} differs from the run's {in_words(old)}; a resumed run "
+        "keeps its settings: leave it away, or start a new run"
     )
 
 
@@ -394,10 +397,6 @@ def first_difference(saved: Mapping[str, Any], settings: Settings) -> str | None
         if name not in (*OF_THE_JOB, *ESTIMATED) and before.get(name) != now[name]:
             return toml_key(name)
     return None
-
-
-def _plain(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def to_toml(settings: Settings, extra: Mapping[str, object], asked: Settings | None = None) -> str:

@@ -211,15 +211,14 @@ def compute_residuals(
     world_size: int,
     rho1: np.ndarray,
     rho2: np.ndarray,
-    eps_abs: float,
-    eps_rel: float,
+    settings: Settings,
 ) -> Residuals:
     """Compute residuals and the stopping test from the norms summed over all ranks.
 
     Thresholds as in section 3.3.1 of Boyd et al. with N n elements per layer.
     """
     root = NormSums(*(np.sqrt(s) for s in sums))
-    floor = np.sqrt(world_size * numels) * eps_abs
+    floor, eps_rel = np.sqrt(world_size * numels) * settings.eps_abs, settings.eps_rel
     intra_primal, intra_dual = root.theta_minus_z_node, rho1 * root.z_node_step
     inter_primal, inter_dual = root.z_node_minus_z, rho2 * root.z_step
     converged = (
@@ -266,8 +265,7 @@ def find_residuals(
         sum_alike_(world, buffer)
     sums = NormSums(*buffer[:-1].reshape(len(norms), -1))
     numels = np.array([s.numel for s in state.layout.segments], dtype=np.float64)
-    rhos, epsilons = (state.rho1, state.rho2), (settings.eps_abs, settings.eps_rel)
-    residuals = compute_residuals(sums, numels, world.size, *rhos, *epsilons)
+    residuals = compute_residuals(sums, numels, world.size, state.rho1, state.rho2, settings)
     return residuals, float(buffer[-1]) / world.size
 
 
@@ -307,29 +305,25 @@ def _rescaled(
     found: tuple[np.ndarray, np.ndarray] | None,
 ) -> np.ndarray:
     """Return the next `rho`, and rescale its dual in place."""
-    rule = settings.penalty, settings.rho_factor, settings.rho_max
-    new = update_penalty(rho, *(found or (None, None)), *rule)
+    new = update_penalty(rho, settings, found)
     if np.any(new != rho):
         scale_(dual, state.layout, rho / new)
     return new
 
 
 def update_penalty(
-    rho: np.ndarray,
-    primal: np.ndarray | None,
-    dual: np.ndarray | None,
-    rule: str,
-    factor: float,
-    rho_max: float,
+    rho: np.ndarray, settings: Settings, found: tuple[np.ndarray, np.ndarray] | None
 ) -> np.ndarray:
     """Return the penalties of the next iteration, float64 [layers].
 
-    `balance` is Boyd's residual balancing: times `factor` where the primal residual exceeds ten
-    times the dual one, divided where it is the other way round.
+    `balance` is Boyd's residual balancing: times the factor where the primal residual exceeds ten
+    times the dual one, divided where it is the other way round. `found` are the two.
     """
-    if rule == "fixed":
+    factor, rho_max = settings.rho_factor, settings.rho_max
+    if settings.penalty == "fixed":
         return rho
-    if rule == "ramp":
+    if settings.penalty == "ramp":
         return np.minimum(rho * factor, rho_max)
+    primal, dual = found
     scale = np.where(primal > 10 * dual, factor, np.where(dual > 10 * primal, 1 / factor, 1.0))
     return np.clip(rho * scale, RHO_MIN, rho_max)

@@ -48,7 +48,7 @@ def take_first_(wire: Wire, state: State, where: str) -> None:
         )
 
 
-def see_alike_(wire: Wire, state: State, where: str) -> None:
-    """See that theta has the same bits on all ranks. Collective on `wire.comm`."""
+def see_alike_(wire: Wire, state: State) -> None:
+    """See that theta has the same bits on all ranks of the run. Collective on `wire.comm`."""
     if wire.comm.size > 1 and not holds_alike(wire, state, state.theta, state.spare):
-        take_first_(wire, state, where)
+        take_first_(wire, state, "of the run")

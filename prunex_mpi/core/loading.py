@@ -3,8 +3,6 @@
 A text is read once per machine, and each rank gets its windows of it.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -19,7 +17,8 @@ from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
-    broadcast_text,
+    broadcast_json,
+    count_same,
     require_same,
     run_collectively,
     run_collectively_while,
@@ -66,11 +65,11 @@ def share_contents(
         lambda going: read_share(name, data_dir, world.rank, world.size, going, with_test),
         heartbeat.go_on,
     )
-    text = json.dumps({path: asdict(contents) for path, contents in mine.items()})
+    told = {path: asdict(contents) for path, contents in mine.items()}
     found = {}
     for root in range(world.size):
-        share = json.loads(broadcast_text(world, text, root))
-        found |= {path: CONTENTS[name](**told) for path, told in share.items()}
+        share = broadcast_json(world, told, root)
+        found |= {path: CONTENTS[name](**contents) for path, contents in share.items()}
         heartbeat.go_on()
     return found
 
@@ -90,15 +89,15 @@ def share_text(
     host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
     made: list[Prepared] = []
 
-    def read(going: Callable[[], None]) -> str:
+    def read(going: Callable[[], None]) -> dict[str, Any] | None:
         if host.rank:
-            return ""
+            return None
         made.append(prepare(data_dir, tokenizer, going, known))
-        return json.dumps(made[0].as_json())
+        return made[0].as_json()
 
     try:
         told = run_collectively_while(world, read, heartbeat.go_on)
-        prepared = prepared_from(json.loads(broadcast_text(host, told)))
+        prepared = prepared_from(broadcast_json(host, told))
         text = run_collectively(world, lambda: text_of(prepared))
     finally:
         for one in made:
@@ -227,10 +226,8 @@ def free_room(topology: Topology, device: torch.device) -> int | None:
     free, _ = torch.cuda.mem_get_info(device)
     # What torch has taken and does not use is free as well.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    mine = np.frombuffer(hashlib.sha256(gpu_identity(device).encode()).digest()[:8], np.uint64)
-    everyone = np.empty(topology.world.size, np.uint64)
-    topology.world.Allgather(mine, everyone)
-    least = np.array([free // np.count_nonzero(everyone == mine)], dtype=np.int64)
+    sharers = count_same(topology.world, gpu_identity(device))
+    least = np.array([free // sharers], dtype=np.int64)
     topology.world.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
     return int(least[0])
 

@@ -32,16 +32,16 @@ def cross_entropy(outputs: Any, labels: Tensor, smoothing: float = 0.0) -> Tenso
     return F.cross_entropy(outputs, labels, label_smoothing=smoothing)
 
 
-def logits_of(outputs: Any, wanted: torch.Size, what: str) -> Tensor:
+def logits_of(outputs: Any, wanted: torch.Size) -> Tensor:
     """Return the logits among what a model returns while it trains: it, or the first of several.
 
-    Raises UserError that names `what` needs them unless they have the shape `wanted`.
+    Raises UserError unless they have the shape `wanted`, which a teacher needs.
     """
     first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
     if not isinstance(first, Tensor) or first.shape != wanted:
         found = list(first.shape) if isinstance(first, Tensor) else type(first).__name__
         raise UserError(
-            f"{what} needs logits {list(wanted)}, and while it trains the model returns {found} "
+            f"--teacher needs logits {list(wanted)}, and while it trains the model returns {found} "
             "first; let it return the logits, or a tuple that begins with them"
         )
     return first
@@ -119,7 +119,7 @@ def distilled(teacher: Teacher, images: Tensor, outputs: Any, loss: Tensor) -> T
         images = images * teacher.scale + teacher.shift
     with torch.no_grad():
         known = teacher.model(images)
-    logits = logits_of(outputs, known.shape, "--teacher")
+    logits = logits_of(outputs, known.shape)
     # Of 16 bits the logarithms of small probabilities would be rounded away.
     exact = torch.promote_types(logits.dtype, torch.float32)
     wanted = F.log_softmax(known.to(exact) / teacher.temperature, dim=-1)

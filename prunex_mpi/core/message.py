@@ -266,34 +266,26 @@ def sent_in(iteration: int, number: int, settings: Settings) -> int:
 
 
 def arrive_(
-    state: State,
-    settings: Settings,
-    way: str,
-    k: int,
-    number: int = 0,
-    behind: bool = False,
-    late: bool = True,
+    state: State, settings: Settings, way: str, k: int, number: int, behind: bool = False
 ) -> slice:
     """Take over the whole message, or part `number` of it, with what follows from a new z.
 
-    It has left in outer iteration `k`, and is `late` where that may be over. Returns its place in
-    flat vectors.
+    It has left in outer iteration `k`, which may be over. Returns its place in flat vectors.
     """
     if number:
         part = state.parts_of_message(settings.fragments)[number - 1]
-        _take_part_(state, settings, way, part, k, behind)
+        take_part_(state, settings, way, part, k, behind)
     else:
         part = state.whole_message
         take_over_(state, way, behind=behind)
         outer_step_(state, settings, k)
-    if late and number in (0, settings.fragments):
-        # Else it is taken in at the end of its outer iteration.
+    if number in (0, settings.fragments):
         add_z_(state, settings)
     return part.place
 
 
-def _take_part_(
-    state: State, settings: Settings, way: str, part: Part, k: int, behind: bool
+def take_part_(
+    state: State, settings: Settings, way: str, part: Part, k: int, behind: bool = False
 ) -> None:
     """Do for a part of z what `take_over_` and `outer_step_` do for all; masks do not change."""
     coded, place = way == CODED, part.place

@@ -105,7 +105,7 @@ def build_problem(
     model: torch.nn.Module,
     device: torch.device,
     transport: Transport,
-    heartbeat: Heartbeat | None = None,
+    heartbeat: Heartbeat,
 ) -> Problem:
     """Place model and data on `device`; rank 0's parameters become everyone's.
 
@@ -115,7 +115,7 @@ def build_problem(
         feed = _feed_of_text(topology, settings, dataset, device)
     else:
         where = device, next(iter(trained_parameters(model).values())).dtype
-        feed = _feed_of_images(topology, settings, dataset, where, heartbeat or Heartbeat())
+        feed = _feed_of_images(topology, settings, dataset, where, heartbeat)
     task, train, inputs = feed["task"], feed["train"], inputs_from(dataset.sizes())
     run_collectively(
         topology.world, lambda: check_batch_parts(settings, train.batch_size, model, inputs)
@@ -137,12 +137,12 @@ def build_problem(
         model=model,
         forward=torch.compile(model) if settings.compile else model,
         loss=task.losses(loss),
+        objective=task.losses(objective),
         inputs=inputs,
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
         steps=_enough_steps(settings, steps_of(settings, train.steps_per_epoch)),
         guess_loss=guess,
-        objective=task.losses(objective),
         lr_scale=lr_scale_of(settings, topology.world_size),
         kept_back=None if dataset.val is None else dataset.test,
         reader=dataset.reader,

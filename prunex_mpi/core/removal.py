@@ -126,6 +126,11 @@ def _rebuild_(
         setattr(state, field.name, getattr(new, field.name))
 
 
+def left_of(state: State) -> str:
+    """Return what is left of a network that becomes smaller, to build it before it is filled."""
+    return np.packbits(state.mask).tobytes().hex() if state.removes else ""
+
+
 def fit_network(left: str, context: RunContext) -> str:
     """Give a network that becomes smaller the sizes it had; return why that can't be, or ""."""
     state = context.state

@@ -4,25 +4,21 @@ import math
 from dataclasses import dataclass
 
 from prunex_mpi.core.state import Position, RunContext
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.fields import Settings, freezes
 
 # Each milestone divides the rate of the `step` schedule by ten.
 STEP_MILESTONES = (0.5, 0.75)
 
 
-def learning_rate(
-    step: int, total: int, *, base: float, schedule: str, warmup: float, final: float
-) -> float:
-    """Return the rate of local step `step` (from 0) of a course of `total`.
-
-    `warmup` is the share of it with a linear rise, `final` the cosine's end as a share of `base`.
-    """
-    warmup_steps = round(warmup * total)
+def rate_at(settings: Settings, step: int, total: int) -> float:
+    """Return the learning rate of local step `step` (from 0) of `total`."""
+    base, final = settings.lr, settings.min_lr_ratio
+    warmup_steps = round(settings.warmup_ratio * total)
     if step < warmup_steps:
         return base * (step + 1) / warmup_steps
-    if schedule == "constant":
+    if settings.lr_schedule == "constant":
         return base
-    if schedule == "step":
+    if settings.lr_schedule == "step":
         return base * 0.1 ** sum(step >= m * total for m in STEP_MILESTONES)
     progress = min(1.0, (step - warmup_steps) / max(1, total - warmup_steps))
     return base * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -92,8 +88,7 @@ def find_stage(
 
 def may_stop(stage: Stage, settings: Settings, frozen: bool) -> bool:
     """Return whether a run may end on its residuals: not before its masks are what it delivers."""
-    freezes = settings.freeze_iteration > 0 or settings.freeze_drift >= 0
-    return stage.strict == 1.0 and (frozen or not freezes)
+    return stage.strict == 1.0 and (frozen or not freezes(settings))
 
 
 def note_drift_(position: Position, stage: Stage, settings: Settings, drift: float) -> None:
@@ -128,18 +123,6 @@ def pruning_ends(settings: Settings) -> int:
     """Return the outer iteration at whose end the masks become final, where that is known."""
     once = settings.method.prunes_once
     return settings.options.prune_iteration if once else settings.freeze_iteration
-
-
-def rate_at(settings: Settings, step: int, total: int) -> float:
-    """Return the learning rate of local step `step` of `total`."""
-    return learning_rate(
-        step,
-        total,
-        base=settings.lr,
-        schedule=settings.lr_schedule,
-        warmup=settings.warmup_ratio,
-        final=settings.min_lr_ratio,
-    )
 
 
 def steps_taken(context: RunContext) -> int:

@@ -17,7 +17,7 @@ from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wires, find_wires
-from prunex_mpi.core.losses import Teacher
+from prunex_mpi.core.losses import Loss, Teacher
 from prunex_mpi.core.muon import Muon, hidden_matrices
 from prunex_mpi.core.sums import BLOCK, Coded, whole_blocks
 from prunex_mpi.core.task import IMAGES, Task
@@ -122,7 +122,7 @@ ADAMW_STATE = {"exp_avg": "momentum", "exp_avg_sq": "second_moment", "step": "st
 
 
 def build_optimizer(
-    theta: Tensor, settings: Settings, model: nn.Module | None = None, layout: Layout | None = None
+    theta: Tensor, settings: Settings, model: nn.Module, layout: Layout
 ) -> torch.optim.Optimizer:
     """Return the optimizer over the flat `theta`, its state allocated; `theta.grad` is read.
 
@@ -182,13 +182,14 @@ class Problem:
     `test` nothing is evaluated; where data are held out of the training set, it holds those, and
     the test set is `kept_back`. `mean` and `std`, float32 [3] on the CPU, normalise images of
     values in 0..1. No loss below `guess_loss`, that of guessing, is a divergence. `objective` is
-    what training minimises, where that is not `loss`. `reader` decodes images that are files; all
-    ranks have one or none. `digest` tells other data sets apart.
+    what training minimises. `reader` decodes images that are files; all ranks have one or none.
+    `digest` tells other data sets apart.
     """
 
     model: nn.Module
     forward: Callable[[Tensor], Tensor]
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
+    objective: Loss
     train: BatchStream | WindowStream
     train_shard: Shard | Windows
     test: Shard | Windows | None
@@ -197,7 +198,6 @@ class Problem:
     mean: Tensor
     std: Tensor
     guess_loss: float = 0.0
-    objective: Callable[[Tensor, Tensor], Tensor] | None = None
     mixing: Mixing | None = None
     lr_scale: float = 1.0
     kept_back: Shard | Windows | None = None

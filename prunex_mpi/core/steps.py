@@ -97,7 +97,7 @@ def forward(context: RunContext, part: tuple[Tensor, Tensor], number: int = 0) -
     ):
         # A compiled network is compiled anew for each momentum.
         outputs = (problem.model if warming else problem.forward)(images)
-        loss = (problem.objective or problem.loss)(outputs, labels)
+        loss = problem.objective(outputs, labels)
         return distilled(problem.teacher, images, outputs, loss) if problem.teacher else loss
 
 

@@ -14,7 +14,7 @@ and the one that freezes the masks. While there are duals there are no parts.
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.alike import holds_alike
 from prunex_mpi.core.loop import Round
-from prunex_mpi.core.message import arrive_, exchange_message_, fill_message_, way_of
+from prunex_mpi.core.message import exchange_message_, fill_message_, take_part_, way_of
 from prunex_mpi.core.schedule import Stage, local_steps, steps_behind
 from prunex_mpi.core.state import RunContext, State, forget_momentum_
 from prunex_mpi.core.statistics import average_in_node_
@@ -73,7 +73,7 @@ def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> 
         return
     ways = leader.comm, node.comm, state, leader.transport, leader.clock
     exchange_message_(*ways, counted, part)
-    arrive_(state, settings, way, state.position.iteration, number, late=False)
+    take_part_(state, settings, way, part, state.position.iteration)
     state.theta[place].copy_(state.z[place])
 
 

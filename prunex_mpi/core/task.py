@@ -19,8 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from prunex_mpi.base.record_keys import SPEED
-
-Loss = Callable[[Any, Tensor], Tensor]
+from prunex_mpi.core.losses import Loss
 
 
 @dataclass(frozen=True)

@@ -45,16 +45,14 @@ def part_of(shard: Shard, part: slice) -> Shard:
     return Shard(images, shard.labels[part])
 
 
-def channel_moments(
-    shard: Shard, most: int = 0, going: Callable[[], None] = lambda: None
-) -> Tensor:
+def channel_moments(shard: Shard, most: int, going: Callable[[], None]) -> Tensor:
     """Return what adds up over ranks to the channels' mean and variance, values in 0..1.
 
     float64 [7], CPU: the pixel count, the sum and the sum of squares of each channel. Of the first
-    `most` images of the shard, 0 for all.
+    `most` images of the shard.
     """
     counts = torch.zeros(3, 256, dtype=torch.int64)
-    count = min(most or len(shard), len(shard))
+    count = min(most, len(shard))
     starts = range(0, count, CHUNK_IMAGES)
     parts = (slice(start, min(start + CHUNK_IMAGES, count)) for start in starts)
     for chunk in in_turn(shard.images, parts):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, meant
+from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.memory import memory_limit
 from prunex_mpi.base.units import GIB
@@ -20,10 +20,8 @@ from prunex_mpi.data.image_files import Known, find_image_files
 from prunex_mpi.data.sources import FIXED_SEED, Source, cifar, digits, synthetic
 from prunex_mpi.data.user_datasets import find_user_images
 
-DATASETS = ("digits", "cifar10", "cifar100", "imagefolder", "webdataset", "synthetic")
 # Numbers of classes without an image; each takes memory in the last layer of a network.
 MOST_UNUSED = 2**16
-IN_MEMORY = Access()
 NOTHING_KNOWN: Known = MappingProxyType({})
 # Of a machine's memory and a GPU's, where images stay there unasked: a job needs more than them.
 AUTO_SHARES, WHOLE = (0.8, 0.4), (1.0, 1.0)
@@ -88,7 +86,7 @@ def load(
     name: str,
     *,
     data_dir: str,
-    access: Access = IN_MEMORY,
+    access: Access,
     train_samples: int | None,
     test_samples: int | None,
     image_size: int,
@@ -97,15 +95,16 @@ def load(
 ) -> Dataset:
     """Load one rank's part of the data set `name`, on the CPU; `part` says which.
 
-    `name` is one of DATASETS, or package.module:factory for what data/user_datasets.py says. With
-    `access` to stream files, they are decoded by who asks for images. Training images: a
-    permutation by `seed` of all of them, cut to `train_samples` (0: all, None: none) and to a
-    multiple of `size`; each rank takes one contiguous piece. Test images: the first `test_samples`
-    (None: none, and nothing of them is read) of a permutation that does not depend on `seed`; rank
-    r takes every `size`-th from r on, which may be none. With images held out the cut does not
-    depend on `seed` either, so that these are the same for all runs. `image_size` 0 keeps the
-    data's own. Does not communicate. Raises UserError (USAGE) for unknown names and impossible
-    counts, and UserError (UNREADABLE), on a single rank perhaps, for missing or corrupt files.
+    `name` is what `--dataset` takes, but for text; data/user_datasets.py says what
+    package.module:factory is. With `access` to stream files, they are decoded by who asks for
+    images. Training images: a permutation by `seed` of all of them, cut to `train_samples` (0: all,
+    None: none) and to a multiple of `size`; each rank takes one contiguous piece. Test images: the
+    first `test_samples` (None: none, and nothing of them is read) of a permutation that does not
+    depend on `seed`; rank r takes every `size`-th from r on, which may be none. With images held
+    out the cut does not depend on `seed` either, so that these are the same for all runs.
+    `image_size` 0 keeps the data's own. Does not communicate. Raises UserError (USAGE) for
+    impossible counts, and UserError (UNREADABLE), on a single rank perhaps, for missing or corrupt
+    files.
     """
     part = Part(*part)
     rank, size = part.rank, part.size
@@ -117,7 +116,7 @@ def load(
             f"{source.counts[0]:,} to train on: number the classes from 0 on",
             UNREADABLE,
         )
-    streams = _streams(name, source, access.mode, samples, part)
+    streams = _streams(source, access.mode, samples, part)
     chosen_by = FIXED_SEED if part.val_split else seed
     train_order = _order("train", source.counts[0], train_samples, chosen_by)
     test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
@@ -190,12 +189,10 @@ def _find_source(
             return find_image_files(name, Path(data_dir), *ways)
         case "synthetic":
             return synthetic(*samples, image_size, going)
-        case _ if ":" in name:
+        case _:
             return find_user_images(
                 name, data_dir, image_size, access.skip_corrupt, with_test, going
             )
-        case _:
-            raise UserError(f"unknown data set {name!r}{meant(name, DATASETS)}")
 
 
 def _apart(source: Source, held_out: Tensor) -> Source:
@@ -223,16 +220,12 @@ def _shard(
     return Shard(decode_all(images, going) if going else images, files.labels[indices])
 
 
-def _streams(
-    name: str, source: Source, mode: str, samples: tuple[int | None, int | None], part: Part
-) -> bool:
-    """Return whether images are decoded while training; raise UserError where that can't be."""
-    if source.files is None and mode == "stream":
-        message = f"data-mode stream: the images of {name} are in memory anyway"
-        raise UserError(f"{message}; leave it at auto, or give --dataset imagefolder")
-    if mode == "stream" or (mode == "once" and source.files is not None):
+def _streams(source: Source, mode: str, samples: tuple[int | None, int | None], part: Part) -> bool:
+    """Return whether images are decoded while training; raise UserError where memory is short."""
+    files = source.files is not None
+    if files and mode in ("stream", "once"):
         return True
-    chooses = mode == "auto" and source.files is not None
+    chooses = files and mode == "auto"
     try:
         _refuse_too_large(source, *samples, part, AUTO_SHARES if chooses else WHOLE)
     except UserError as error:

@@ -76,7 +76,6 @@ class Reader:
 
     def __init__(self, access: Access) -> None:
         self.skip_corrupt = access.skip_corrupt
-        self.workers = access.workers
         self.pool = ThreadPoolExecutor(access.workers, thread_name_prefix="decode")
         self.error: UserError | None = None
         self.replaced: dict[str, str] = {}

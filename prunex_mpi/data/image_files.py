@@ -144,7 +144,7 @@ def read_share(
     rank: int,
     size: int,
     going: Callable[[], None],
-    with_test: bool = True,
+    with_test: bool,
 ) -> Known:
     """Return the contents of every `size`-th class folder or tar file, from number `rank` on.
 

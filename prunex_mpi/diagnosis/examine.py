@@ -20,7 +20,7 @@ from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, format_table
-from prunex_mpi.comm.agreement import broadcast_text, gather_text, run_collectively
+from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text, run_on_first
 from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.diagnosis.devices import (
@@ -59,9 +59,7 @@ def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     if errors(findings):
         return report_singleton(findings, options)
     settings = options.settings
-    run_collectively(
-        world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
-    )
+    run_on_first(world, lambda: prepare_file(options.json_file))
     with nodes_of(world, settings.ranks_per_node) as topology:
         heartbeat.enter("ranks")
         device, problem = find_device(settings.device, topology.host_rank)
@@ -113,7 +111,7 @@ def report_singleton(findings: list[Finding], options: Options) -> int:
     if launcher_rank(os.environ):
         time.sleep(SINGLETON_GRACE_S)
         return FAILURE
-    prepare_file("json", options.json_file)
+    prepare_file(options.json_file)
     print(f"{format_software()}\n\n{format_findings(findings)}\n", flush=True)
     if options.json_file:
         write_json(options.json_file, as_json([], findings, []))
@@ -162,7 +160,7 @@ def try_folder(topology: Topology, run_dir: str) -> dict[str, str]:
         sent["path"] = str(existing_folder(run_dir) / f".prunex-doctor-{sent['token'][:8]}")
         problem = leave_token(sent["path"], sent["token"])
     try:
-        received = json.loads(broadcast_text(world, json.dumps({**sent, "problem": problem})))
+        received = broadcast_json(world, {**sent, "problem": problem})
         if not received["problem"] and (topology.is_leader or topology.host_rank == 0):
             problem = find_token(sent["run_dir"], received)
         answers = gather_text(world, json.dumps([socket.gethostname(), problem]))

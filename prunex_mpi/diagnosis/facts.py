@@ -14,8 +14,8 @@ import torch
 import mpi4py
 from mpi4py import MPI
 
-from prunex_mpi.base.cgroups import number
 from prunex_mpi.base.cores import cores_of, cpu_limit
+from prunex_mpi.base.units import number
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name
 from prunex_mpi.core.loading import gpu_identity
@@ -62,7 +62,6 @@ def gather_facts(
         job_cores=max(len(cores), cores_of_the_job(environment)),
         cpu_limit=cpu_limit(),
         threads=torch.get_num_threads(),
-        omp_num_threads=environment.get("OMP_NUM_THREADS", ""),
         versions=versions,
         device=str(device),
         device_problem=device_problem,

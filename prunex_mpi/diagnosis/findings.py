@@ -51,7 +51,6 @@ class RankFacts:
     job_cores: int
     cpu_limit: int
     threads: int
-    omp_num_threads: str
     versions: dict[str, str]
     clock: float
     device: str

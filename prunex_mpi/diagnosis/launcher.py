@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from prunex_mpi.base.units import number
 from prunex_mpi.diagnosis.findings import Finding
 
 # The step that is the shell of an allocation (salloc where use_interactive_step is set).
@@ -69,8 +70,8 @@ def launcher_rank(environment: Mapping[str, str]) -> int:
     """Return the number that the launcher gave this process, whatever MPI makes of it."""
     for name in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "PMI", "PMIX"):
         if environment.get(f"{name}_RANK"):
-            return _count(environment, f"{name}_RANK")
-    return _count(environment, "SLURM_PROCID") if environment.get("SLURM_PROCID") else 0
+            return number(environment[f"{name}_RANK"], 1)
+    return number(environment["SLURM_PROCID"], 1) if environment.get("SLURM_PROCID") else 0
 
 
 def _started_ranks(environment: Mapping[str, str]) -> tuple[int, bool]:
@@ -78,15 +79,15 @@ def _started_ranks(environment: Mapping[str, str]) -> tuple[int, bool]:
     # An mpirun knows better than Slurm, which may have started the shell that it was typed into.
     for variable in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
         if variable in environment:
-            return _count(environment, variable), False
-    pmi, slurm = _count(environment, "PMI_SIZE"), 1
+            return number(environment[variable], 1), False
+    pmi, slurm = number(environment.get("PMI_SIZE"), 1), 1
     if "MPI_LOCALNRANKS" in environment:
         return pmi, False
     environment = _without_shell(environment)
     # Only under srun; an interactive shell of an allocation may start one process by itself.
     if "SLURM_STEP_ID" in environment:
         step = "SLURM_STEP_NUM_TASKS"
-        slurm = _count(environment, step if environment.get(step) else "SLURM_NTASKS")
+        slurm = number(environment.get(step) or environment.get("SLURM_NTASKS"), 1)
     # Where they differ, mpiexec had srun start its helpers, one per node.
     if slurm > 1 and pmi in (1, slurm):
         return slurm, True
@@ -98,8 +99,3 @@ def _without_shell(environment: Mapping[str, str]) -> Mapping[str, str]:
     if environment.get("SLURM_STEP_ID") != INTERACTIVE_STEP:
         return environment
     return {name: value for name, value in environment.items() if name != "SLURM_STEP_ID"}
-
-
-def _count(environment: Mapping[str, str], variable: str) -> int:
-    text = environment.get(variable, "")
-    return int(text) if text.isdecimal() else 1

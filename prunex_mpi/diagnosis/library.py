@@ -6,6 +6,7 @@ What the environment has set is not told again. Figures were measured with Open 
 from collections.abc import Sequence
 
 from prunex_mpi.base.errors import listed
+from prunex_mpi.base.units import number
 from prunex_mpi.diagnosis.findings import Finding, RankFacts, by_host, differences
 
 # From the least on, as MPI names them.
@@ -144,9 +145,7 @@ def check_segments(facts: Sequence[RankFacts]) -> list[Finding]:
     shared = max(len(ranks) for ranks in hosts.values()) > 1
     if not name.startswith("Open MPI v5.0.") or len(hosts) == 1 or not shared:
         return []
-    if all(
-        _without_han(rank) or _is_above(rank, HAN_SEGMENTS, HAN_SEGMENT_BYTES) for rank in facts
-    ):
+    if all(_without_han(r) or _number(r, HAN_SEGMENTS) > HAN_SEGMENT_BYTES for r in facts):
         return []
     leaders = [len({rank.node for rank in ranks}) for ranks in hosts.values()]
     what = "over the leaders, several per machine," if max(leaders) > 1 else "over all ranks"
@@ -168,7 +167,7 @@ def check_sockets(facts: Sequence[RankFacts]) -> list[Finding]:
     """
     if not _library(facts).startswith("Open MPI") or len(by_host(facts)) == 1:
         return []
-    if all(_without_tcp(rank) or _is_above(rank, SOCKETS, 1) for rank in facts):
+    if all(_without_tcp(rank) or _number(rank, SOCKETS) > 1 for rank in facts):
         return []
     reason = (
         "where Open MPI goes over TCP, it has one connection for each pair of ranks: messages "
@@ -195,8 +194,7 @@ def _without_han(rank: RankFacts) -> bool:
     """Return whether this rank's environment keeps Open MPI from taking HAN."""
     if _leaves_out(rank.mpi_settings.get(OPEN_MPI_COMPONENTS, ""), "han"):
         return True
-    priority = rank.mpi_settings.get(HAN_PRIORITY, "")
-    return priority.isdecimal() and int(priority) < TUNED_PRIORITY
+    return _number(rank, HAN_PRIORITY, TUNED_PRIORITY) < TUNED_PRIORITY
 
 
 def _leaves_out(components: str, name: str) -> bool:
@@ -212,6 +210,5 @@ def _without_tcp(rank: RankFacts) -> bool:
     return _leaves_out(rank.mpi_settings.get(WAYS, ""), "tcp")
 
 
-def _is_above(rank: RankFacts, variable: str, least: int) -> bool:
-    number = rank.mpi_settings.get(variable, "")
-    return number.isdecimal() and int(number) > least
+def _number(rank: RankFacts, variable: str, other: int = 0) -> int:
+    return number(rank.mpi_settings.get(variable), other)

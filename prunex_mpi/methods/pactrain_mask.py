@@ -5,6 +5,7 @@ pruned weights stay zero. The paper's g ⊙ [w ≠ 0] is g ⊙ mask here, since 
 to be zero may move.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,16 +14,17 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import run_collectively
+from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.losses import softened
 from prunex_mpi.core.state import RunContext, State, momentum_of
 from prunex_mpi.methods.declared import GRASP_BELOW
 from prunex_mpi.methods.pactrain_samples import batches_to_score
-from prunex_mpi.methods.pactrain_support import restart_
+from prunex_mpi.methods.pactrain_support import set_support_
 from prunex_mpi.models.dummy_input import keeping
 from prunex_mpi.models.layout import matrices
 from prunex_mpi.pruning.unstructured import (
+    Batches,
     add_gradients_,
     add_hessian_products_,
     prune_by_gradient_flow,
@@ -93,13 +95,17 @@ def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
     slope, product = torch.zeros_like(state.theta), torch.zeros_like(state.theta)
     model.train()
     passes = (
-        (slope, partial(add_gradients_, slope, layout, model, loss, batches)),
-        (product, partial(add_hessian_products_, product, slope, layout, model, loss, batches)),
+        (slope, partial(add_gradients_, slope, layout, model, loss)),
+        (product, partial(add_hessian_products_, product, slope, layout, model, loss)),
     )
+
+    def over_all(add: Callable[[Batches], None], going: Callable[[], None]) -> None:
+        add(going_through(batches, going))
+
     # The passes must leave no trace in the statistics of BatchNorm.
     with keeping(model.buffers()):
         for flat, add in passes:
-            run_collectively(everyone.comm, add)
+            run_collectively_while(everyone.comm, partial(over_all, add), context.heartbeat.go_on)
             everyone.reduce_(flat, kind="setup")
             for segment in layout.segments:
                 if len(segment.shape) < 2:
@@ -107,11 +113,21 @@ def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
     return product
 
 
+def going_through(batches: Batches, going: Callable[[], None]) -> Batches:
+    """Yield each batch; call `going` before it."""
+    for batch in batches:
+        going()
+        yield batch
+
+
 def adopt_pruned_(state: State, pruned: Tensor) -> None:
-    """Make `pruned` the mask in force: weights and momentum vanish on it, buckets are unstable."""
+    """Make `pruned` the mask in force: weights and momentum vanish on it.
+
+    So do those of z, which other nodes go on from where a run leaves in this outer iteration.
+    """
     momentum = momentum_of(state.optimizer, state.theta)
-    for flat in (state.theta, momentum):
+    for flat in (state.theta, state.z, momentum):
         if flat is not None:
             flat.masked_fill_(pruned, 0.0)
-    restart_(state.memory, pruned, state.theta, state.layout)
+    set_support_(state.memory, pruned, state.theta, state.layout)
     state.frozen = True

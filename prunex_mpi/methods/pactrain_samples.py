@@ -11,6 +11,7 @@ train on, in two halves and the same for any number of ranks as well.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -58,9 +59,13 @@ def windows_apart(shard: Windows, stop: int) -> list[Windows]:
     apart = there // count * context
     starts = range(0, count * apart, apart)
     most = max(1, BATCH_TOKENS // context)
-    halves = (starts[: count // 2], starts[count // 2 :])
-    parts = [half[i : i + most] for half in halves for i in range(0, len(half), most)]
-    return [replace(shard, starts=part) for part in parts]
+    pieces = []
+    for half in (starts[: count // 2], starts[count // 2 :]):
+        # As long as each other, since each batch's mean loss counts as much.
+        parts = max(1, -(-len(half) // most))
+        ends = [len(half) - len(half) * (parts - i) // parts for i in range(parts + 1)]
+        pieces += [half[begin:end] for begin, end in pairwise(ends) if begin < end]
+    return [replace(shard, starts=piece) for piece in pieces]
 
 
 def halves_of(everyone: Wire, shard: Shard) -> Sequence[Shard]:

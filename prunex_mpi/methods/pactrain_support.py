@@ -32,9 +32,9 @@ CHOICE, TRIALS, SECONDS = "shared.choice", "shared.trials", "shared.seconds"
 WAYS = 3
 
 
-def bucket_numel(bucket_mib: float, theta: Tensor) -> int:
-    """Return how many elements a bucket holds; the last one may hold fewer."""
-    return max(1, int(bucket_mib * 2**20) // theta.element_size())
+def bucket_numel(bucket_mib: float, size: int) -> int:
+    """Return how many elements of `size` bytes a bucket holds; the last one may hold fewer."""
+    return max(1, int(bucket_mib * 2**20) // size)
 
 
 def build_tracker(theta: Tensor, bucket: int) -> dict[str, Tensor]:
@@ -53,8 +53,8 @@ def build_tracker(theta: Tensor, bucket: int) -> dict[str, Tensor]:
     }
 
 
-def restart_(memory: dict[str, Tensor], pruned: Tensor, theta: Tensor, layout: Layout) -> None:
-    """Adopt a new mask: every bucket is unstable, its support that of the weights that are kept.
+def set_support_(memory: dict[str, Tensor], pruned: Tensor, theta: Tensor, layout: Layout) -> None:
+    """Adopt the mask: the support of a bucket is that of the weights that are kept.
 
     What is never pruned belongs to it from the start: biases begin at zero and move at once.
     """
@@ -63,10 +63,6 @@ def restart_(memory: dict[str, Tensor], pruned: Tensor, theta: Tensor, layout: L
     for segment in matrices(layout):
         torch.ne(theta[segment.place], 0.0, out=support[segment.place])
     torch.gt(support, pruned, out=support)
-    for key in (UNCHANGED, DIGESTS, STABLE, CLOCK, TRIALS):
-        memory[key].zero_()
-    memory[CHOICE].fill_(-1)
-    memory[SECONDS].fill_(math.inf)
 
 
 def outside_(grad: Tensor, support: Tensor, fresh: Tensor, bucket: int) -> Tensor:

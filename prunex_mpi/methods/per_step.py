@@ -61,7 +61,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             with phase(context, this, "inter"):
                 average_statistics(wires, state)
                 if is_due(context, this) and not settings.method.drifts:
-                    see_alike_(wires.everyone, state, "of the run")
+                    see_alike_(wires.everyone, state)
                 loss = mean_loss(topology.world, state, loss)
                 distance = average_replicas_(wires, context) if settings.method.drifts else None
             if settings.method.removes:

@@ -55,7 +55,7 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
 def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     """Set `grad` to the sum of the workers' ternary gradients. Collective on `wire.comm`."""
     grad, scales, segments = context.state.grad, space["scales"], context.state.layout.segments
-    find_scales_(pieces_of(grad, segments), CLIP_SIGMA, scales)
+    find_scales_(pieces_of(grad, segments), scales)
     wire.reduce_(scales, MPI.MAX)
     draw_numbers_(wire, space, context)
     sums = sum_numbers_(wire, space, UP)
@@ -66,16 +66,15 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
         piece.mul_(scale)
 
 
-def find_scales_(pieces: list[Tensor], sigmas: float, scales: Tensor) -> None:
-    """Set `scales` [tensors] to so many standard deviations of each, or its largest magnitude.
+def find_scales_(pieces: list[Tensor], scales: Tensor) -> None:
+    """Set `scales` [tensors] to `CLIP_SIGMA` deviations of each, or its largest magnitude.
 
     The smaller of both that is not 0.
     """
     for number, piece in enumerate(pieces):
         scales[number] = torch.linalg.vector_norm(piece, torch.inf)
-    if sigmas:
-        spreads = sigmas * torch.stack([piece.std(unbiased=False) for piece in pieces])
-        scales.copy_(torch.where(spreads > 0, torch.minimum(scales, spreads), scales))
+    spreads = CLIP_SIGMA * torch.stack([piece.std(unbiased=False) for piece in pieces])
+    scales.copy_(torch.where(spreads > 0, torch.minimum(scales, spreads), scales))
     # A maximum by MPI may drop a NaN.
     scales.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 

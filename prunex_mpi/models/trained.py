@@ -6,7 +6,7 @@ Nothing that is read is executed: safetensors, or torch files with `weights_only
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -17,7 +17,7 @@ from filelock import FileLock
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, listed, one_line, quote
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular, while_growing
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs
@@ -28,8 +28,6 @@ SAFE_TORCH = (2, 10)
 # Keys under which a file may hold the state dict, and prefixes that wrappers give its names.
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
-# Names shown of those that do not fit.
-SHOWN = 3
 # Torchvision's first DenseNets were saved under names that it renames when it loads them.
 DENSENET = re.compile(r"^(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.\w+)$")
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
@@ -94,7 +92,7 @@ def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
         tensors = {key: value for key, value in found.items() if isinstance(value, Tensor)}
     if not tensors or len(tensors) < len(found):
         kinds = found if isinstance(found, Mapping) else [type(found).__name__]
-        shown = _few([quote(str(key), 40) for key in kinds if key not in tensors])
+        shown = listed(quote(str(key), 40) for key in kinds if key not in tensors)
         raise UserError(
             f"weights {path} hold no state dict ({shown}): save the model's state_dict(), alone or "
             f"under {' or '.join(WRAPPERS)}",
@@ -199,22 +197,16 @@ def fit_(
     ]
     if odd:
         raise UserError(
-            f"{where} does not fit the model: {_few(odd)}; give the --model and --stem it is of",
+            f"{where} does not fit the model: {listed(odd, '; ')}; give the --model and --stem it "
+            "is of",
             UNREADABLE,
         )
     wild = [key for key, t in theirs.items() if not bool(torch.isfinite(t).all())]
     if wild:
-        raise UserError(f"{where} has values that are not finite: {_few(wild)}", UNREADABLE)
+        raise UserError(f"{where} has values that are not finite: {listed(wild)}", UNREADABLE)
     fill_(model, theirs)
     return replaced
 
 
 def _shape(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else str(list(tensor.shape))
-
-
-def _few(items: Iterable[str]) -> str:
-    """Return the first few items and the number of further ones."""
-    every = list(items)
-    more = [f"{len(every) - SHOWN} more"] if len(every) > SHOWN else []
-    return "; ".join([*every[:SHOWN], *more])

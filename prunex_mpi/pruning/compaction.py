@@ -112,11 +112,9 @@ def cut_plan(plan: Plan, count: int, unit: int) -> list[tuple[slice, int, Plan]]
     lost some. Small networks may leave parts empty.
     """
     ends = [_end_near(plan, number * plan.numel / count, unit) for number in range(1, count)]
-    pieces, found, start = list(plan.pieces), [], 0
-    offset = 0
+    pieces, found, start, offset = list(plan.pieces), [], 0, 0
     for end in (*ends, plan.numel):
         end, mine, begin = max(end, start), [], offset
-        last = len(found) == count - 1
         while pieces and (pieces[0].start + pieces[0].kept <= end or pieces[0].start < end):
             p = pieces.pop(0)
             inside = min(p.kept, end - p.start)
@@ -125,7 +123,6 @@ def cut_plan(plan: Plan, count: int, unit: int) -> list[tuple[slice, int, Plan]]
                 p = _whole(p.offset, p.start, inside)
             mine.append(replace(p, start=p.start - start))
             offset = p.offset + p.numel
-        assert not last or not pieces
         found.append((slice(begin, offset), start, Plan(tuple(mine), end - start, plan.digest)))
         start = end
     return found

@@ -249,7 +249,7 @@ def _collect(labels: Labels) -> Coupling:
         columns = {name: count for (name, dim), count in found if not makes(name, dim)}
         name, start = min(rows, key=rows_first.__getitem__), len(ids)
         # Of weights, since vectors of norms and biases may repeat a layer's rows.
-        widest = max(rows.get(name, 0) for name in (*(rows.keys() & labels.positions.keys()), name))
+        widest = max(rows[weight] for weight in (*(rows.keys() & labels.positions.keys()), name))
         unit = min(widest, max(columns.values(), default=widest))
         sets.append(ChannelSet(name, start, len(roots), unit))
         ids.update((root, start + i) for i, root in enumerate(roots))

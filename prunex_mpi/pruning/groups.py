@@ -84,7 +84,7 @@ class Selection:
     count: int
     start: int
     keep_ratio: float
-    unit: int = 1
+    unit: int
 
     @property
     def stop(self) -> int:
@@ -104,7 +104,7 @@ class CoupledLayer:
     columns: np.ndarray
     scored: bool
     # Checkpoints identify a model's groups by their repr, of which this is no part.
-    turned: bool = field(default=False, repr=False)
+    turned: bool = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Budget:
     price: np.ndarray
     fixed: float
     # Checkpoints identify a model's groups by their repr, of which this is no part.
-    floor: float = field(default=0.0, repr=False)
+    floor: float = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -198,20 +198,17 @@ class Groups:
         A group's gate is where weights read it, or where they make it if none reads it. Rows and
         columns without a gate have the group `total`.
         """
-        read, found = np.zeros(self.total + 1, dtype=bool), []
+        # Slices in no group, -1, are as if they had a gate.
+        found, gated = [], np.append(np.zeros(self.total, dtype=bool), True)
         scored = [entry for entry in self.coupled if entry.scored]
-        for entry in scored:
-            ids = entry.rows if entry.turned else entry.columns
-            ids = np.where(ids < 0, self.total, ids)
-            if (ids < self.total).any():
-                read[ids] = True
-                found.append((entry.layer, entry.turned, ids))
-        read[self.total] = True
-        for entry in scored:
-            ids = entry.columns if entry.turned else entry.rows
-            ids = np.where(ids < 0, self.total, ids)
-            if not read[ids].all():
-                found.append((entry.layer, not entry.turned, np.where(read[ids], self.total, ids)))
+        for reads in (True, False):
+            known = gated.copy()
+            for entry in scored:
+                by_row = entry.turned == reads
+                ids = entry.rows if by_row else entry.columns
+                if not known[ids].all():
+                    found.append((entry.layer, by_row, np.where(known[ids], self.total, ids)))
+                    gated[ids] = True
         return tuple(found)
 
 

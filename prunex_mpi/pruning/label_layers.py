@@ -302,18 +302,14 @@ def normalise_groups(
         # As LayerNorm over channels and positions.
         if not zero or not (bias is None or known):
             labels.pin([x], "group_norm mixes it with others")
-        for parameter in (weight, bias):
-            labels.note(labels.rows, parameter, first_along(found, 1))
-        labels.label(result, found)
-        return
-    few = groups < max(2, x.shape[1] // groups)
-    if not known or few or set(varying(found)) - {1}:
-        hint = "; take as many groups as each has channels, or more" if few and known else ""
-        labels.keep([x], [result], f"group_norm mixes it with others{hint}")
-        return
-    blocks = found.unflatten(1, (groups, -1))
-    labels.join_along(blocks, 2)
-    found = labels.roots(found)
+    else:
+        few = groups < max(2, x.shape[1] // groups)
+        if not known or few or set(varying(found)) - {1}:
+            hint = "; take as many groups as each has channels, or more" if few and known else ""
+            labels.keep([x], [result], f"group_norm mixes it with others{hint}")
+            return
+        labels.join_along(found.unflatten(1, (groups, -1)), 2)
+        found = labels.roots(found)
     for parameter in (weight, bias):
         labels.note(labels.rows, parameter, first_along(found, 1))
     labels.label(result, found)

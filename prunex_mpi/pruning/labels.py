@@ -1,7 +1,7 @@
 """Labels of channels: the group of each element of each tensor, and which groups were joined.
 
-`trace` follows a forward pass with them; `label_layers` and `label_shapes` hold the rules for
-operations. At the end are the reasons why channels stay, with hints on what to write instead.
+`channel_trace` follows a forward pass with them; `label_layers` and `label_shapes` hold the rules
+for operations. At the end are the reasons why channels stay, with hints on what to write instead.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -215,16 +215,14 @@ class Labels:
         few = thin(labels)[0]
         return self.join(_first(few, dim).expand(few.shape), few)
 
-    def pin(self, tensors: Iterable[object], reason: str) -> bool:
-        """Keep all groups that occur in `tensors`; return whether anything changed."""
-        found = []
+    def pin(self, tensors: Iterable[object], reason: str) -> None:
+        """Keep all groups that occur in `tensors`."""
         for tensor in tensors_in(tensors):
             name = None if id(tensor) in self.known else self._free_name(tensor)
             if name is not None and name not in self.free:
                 # All elements stay: one label does for them.
                 self.free[name] = torch.from_numpy(self.fresh(1))[0].expand(tensor.shape)
-            found.append(distinct([self.of(tensor)[0]]))
-        return any([self.pin_labels(labels, reason) for labels in found])
+            self.pin_labels(distinct([self.of(tensor)[0]]), reason)
 
     def pin_all(self, reason: str) -> None:
         """Keep every group created so far."""

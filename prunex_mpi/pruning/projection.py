@@ -206,9 +206,7 @@ def _in_units(round_to: int, selection: Selection) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def with_budget(
-    groups: Groups, layout: Layout, what: str, round_to: int = 1, floor: float = 0.0
-) -> Groups:
+def with_budget(groups: Groups, layout: Layout, what: str, round_to: int, floor: float) -> Groups:
     """Return coupled `groups` whose keep ratio is of all the model's `what`, not of each set.
 
     `what` is "parameters" or "multiply-adds". Each set keeps a multiple of `round_to` channels and

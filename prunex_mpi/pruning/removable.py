@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from prunex_mpi.base.errors import enumerated
 from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.slim import call_site, flatten
 from prunex_mpi.pruning.channel_trace import Places, following, plain_norms
@@ -238,9 +239,8 @@ def _names(found: Mapping[str, np.ndarray], part: slice, among: np.ndarray) -> s
 
 def _join(names: Iterable[str]) -> str:
     plain = [name.removesuffix(WEIGHT) for name in names]
-    shown, more = plain[:SHOWN], len(plain) - SHOWN
-    last = f"{more} more" if more > 0 else shown.pop()
-    return " and ".join([*([", ".join(shown)] if shown else []), last])
+    more = [f"{len(plain) - SHOWN} more"] if len(plain) > SHOWN else []
+    return enumerated([*plain[:SHOWN], *more])
 
 
 def zeros_that_stay(tensors: Mapping[str, Tensor]) -> list[str]:

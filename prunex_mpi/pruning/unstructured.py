@@ -43,8 +43,6 @@ def prune_by_gradient_flow(theta: Tensor, product: Tensor, layout: Layout, ratio
     `product` is H ∇L. Raises UserError where a score is not finite.
     """
     segments = matrices(layout)
-    if not segments:
-        raise UserError("the model has no weight of two or more dimensions to prune")
     scores = torch.cat([(theta[s.place] * product[s.place]).neg_() for s in segments])
     if not bool(torch.isfinite(scores).all()):
         raise UserError("the scores of grasp are not finite; lower --lr or check the data")

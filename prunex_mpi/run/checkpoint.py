@@ -5,7 +5,6 @@ duals. A rank's numbers name the tensors that are in the file of its leader alon
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +21,16 @@ from prunex_mpi.base.files import FORMAT, METRICS, FileRecord, telling_disk_erro
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import (
+    broadcast_json,
     broadcast_text,
+    gather_counts,
     gather_text,
     run_collectively,
     run_collectively_while,
+    run_on_first,
 )
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.removal import fit_network
+from prunex_mpi.core.removal import fit_network, left_of
 from prunex_mpi.core.schedule import rate_now
 from prunex_mpi.core.state import OWN, RunContext
 from prunex_mpi.run import checkpoint_files
@@ -114,24 +116,22 @@ def save(topology: Topology, run: RunDirectory | None, context: RunContext) -> N
     world.Gather(np.array(row, dtype=np.int64), records, root=0)
 
     def publish() -> None:
-        if run is not None:
-            manifest = {
-                "format": FORMAT,
-                "node_sizes": list(topology.node_sizes),
-                # Nodes need not be made of consecutive ranks.
-                "nodes": records[:, 2].tolist(),
-                "ranks": records[:, :2].tolist(),
-                "config": run.config,
-                "model": model_digest(state),
-                "data": context.problem.digest,
-                "colours": [context.problem.mean.tolist(), context.problem.std.tolist()],
-                # What is left of a network that becomes smaller, to build it before it is filled.
-                "left": np.packbits(state.mask).tobytes().hex() if state.removes else "",
-                "files": run.sizes(),
-            }
-            run.remove_later(checkpoint_files.publish(folder, manifest))
+        manifest = {
+            "format": FORMAT,
+            "node_sizes": list(topology.node_sizes),
+            # Nodes need not be made of consecutive ranks.
+            "nodes": records[:, 2].tolist(),
+            "ranks": records[:, :2].tolist(),
+            "config": run.config,
+            "model": model_digest(state),
+            "data": context.problem.digest,
+            "colours": [context.problem.mean.tolist(), context.problem.std.tolist()],
+            "left": left_of(state),
+            "files": run.sizes(),
+        }
+        run.remove_later(checkpoint_files.publish(folder, manifest))
 
-    run_collectively(world, lambda: telling_disk_errors(what, publish))
+    run_on_first(world, lambda: telling_disk_errors(what, publish))
 
 
 def find_newest(world: MPI.Comm, settings: Settings) -> tuple[Settings, bool]:
@@ -140,17 +140,17 @@ def find_newest(world: MPI.Comm, settings: Settings) -> tuple[Settings, bool]:
     The settings have the normalisation of the run's images: other ranks would measure another, on
     other images. Collective on `world`.
     """
-    found = ""
+    colours = None
     if world.rank == 0 and settings.resume:
         # What can't be read is told where the run is restored.
         with contextlib.suppress(OSError):
             names = checkpoint_files.valid_names(Path(settings.run_dir))
-            found = json.dumps(_first_colours(Path(settings.run_dir), names)) if names else ""
-    found = broadcast_text(world, found)
-    if found and (colours := json.loads(found)) and not settings.image_mean:
+            colours = _first_colours(Path(settings.run_dir), names) if names else None
+    colours = broadcast_json(world, colours)
+    if colours and not settings.image_mean:
         mean, std = map(tuple, colours)
         settings = replace(settings, image_mean=mean, image_std=std)
-    return settings, bool(found)
+    return settings, colours is not None
 
 
 def _first_colours(run: Path, names: Sequence[str]) -> list[list[float]]:
@@ -199,30 +199,27 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
     """
     world, state = topology.world, context.state
 
-    def list_names() -> str:
+    def list_names() -> list[str]:
         try:
-            return "/".join(checkpoint_files.valid_names(run.path)) if run else ""
+            return checkpoint_files.valid_names(run.path)
         except OSError as error:
             reason = f"{error.filename} can't be read: {error.strerror}"
             raise UserError(reason, UNREADABLE) from None
 
     def rewind(sizes: dict[str, list[int]], refused: Sequence[str] = ()) -> None:
-        if run is not None:
-            run.rewind(sizes)
-            for line in refused:
-                checkpoint_files.set_aside(run.path, line.partition(":")[0])
+        run.rewind(sizes)
+        for line in refused:
+            checkpoint_files.set_aside(run.path, line.partition(":")[0])
 
-    nodes = np.empty(world.size, dtype=np.int64)
-    world.Allgather(np.array([topology.node_index], dtype=np.int64), nodes)
-    listed = run_collectively(world, list_names)
+    nodes = gather_counts(world, topology.node_index)
     refused: list[str] = []
-    for name in filter(None, broadcast_text(world, listed).split("/")):
+    for name in broadcast_json(world, run_on_first(world, list_names)):
         digests = {"model": model_digest(state), "data": context.problem.digest}
         path, manifest, reason = _read_manifest(world, run, name, digests)
         if not reason:
             reason = run_collectively(world, partial(fit_network, manifest["left"], context))
         if not reason:
-            other = manifest["nodes"] != nodes.tolist()
+            other = manifest["nodes"] != nodes
             parts = partial(_read_parts, topology, path, name, manifest, other, context)
             look = partial(_last_part, parts)
             part, mine = run_collectively_while(world, look, context.heartbeat.go_on)
@@ -230,7 +227,7 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
         if reason:
             refused.append(f"{name}: {reason}")
             continue
-        run_collectively(world, partial(rewind, manifest["files"], refused))
+        run_on_first(world, partial(rewind, manifest["files"], refused))
         lost = False
         if other:
             lost = put_common(topology, parts, sum(manifest["node_sizes"]), context)
@@ -241,7 +238,7 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
         return Restored(name, tuple(refused), other, duals, dealt_out, lost)
     if refused:
         raise UserError("no checkpoint can be used: " + "; ".join(refused), UNREADABLE)
-    run_collectively(world, lambda: rewind({}))
+    run_on_first(world, lambda: rewind({}))
     return Restored("", ())
 
 
@@ -249,7 +246,7 @@ def _read_manifest(
     world: MPI.Comm, run: RunDirectory | None, name: str, digests: dict[str, str]
 ) -> tuple[Path, dict[str, Any], str]:
     """Return the run's path, the manifest that rank 0 read, and why it can't be used."""
-    text = reason = path = ""
+    path, manifest, reason = "", {}, ""
     if run is not None:
         path = str(run.path)
         try:
@@ -263,12 +260,10 @@ def _read_manifest(
                 raise DamagedCheckpoint(
                     "the data were others then, in names, labels, classes or text"
                 )
-            text = json.dumps(manifest)
         except DamagedCheckpoint as damage:
             reason = str(damage)
-    reason = broadcast_text(world, reason)
-    text, path = broadcast_text(world, text), broadcast_text(world, path)
-    return Path(path), json.loads(text) if text else {}, reason
+    path, manifest, reason = broadcast_json(world, [path, manifest, reason])
+    return Path(path), manifest, reason
 
 
 def _read_parts(
@@ -338,7 +333,7 @@ def without_copies(
         for name, tensor in tensors.items()
         if not name.startswith(NOT_COMPARED)
     }
-    leaders = json.loads(broadcast_text(topology.node, json.dumps(kinds)))
+    leaders = broadcast_json(topology.node, kinds)
     copies = []
     for name, kind in leaders.items():
         mine = bytes_of(tensors[name]) if kinds.get(name) == kind else None
@@ -377,7 +372,7 @@ def read_with_copies(
     `going` is called as reading goes on.
     """
     record = FileRecord(*manifest["ranks"][rank])
-    tensors, numbers = read_rank_file(run, name, rank, record, going=going)
+    tensors, numbers = read_rank_file(run, name, rank, record, going)
     copies = numbers.pop(AS_LEADER, []) if isinstance(numbers, dict) else []
     if copies == []:
         return tensors, numbers
@@ -386,5 +381,5 @@ def read_with_copies(
     if rank == leader or not named:
         raise DamagedCheckpoint(f"rank {rank}: {AS_LEADER} is not what was written")
     record = FileRecord(*manifest["ranks"][leader])
-    shared, _ = read_rank_file(run, name, leader, record, copies, going)
+    shared, _ = read_rank_file(run, name, leader, record, going, copies)
     return tensors | shared, numbers

@@ -188,8 +188,8 @@ def read_rank_file(
     name: str,
     rank: int,
     record: FileRecord,
+    going: Callable[[], None],
     keys: Sequence[str] | None = None,
-    going: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what one rank wrote; raise DamagedCheckpoint unless every bit is as written.
 

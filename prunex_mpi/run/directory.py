@@ -6,10 +6,9 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,14 @@ from prunex_mpi.base.files import (
     read_text,
     remove_folder,
     sync,
+    tomllib,
     touch,
     write_durably,
     write_json_durably,
 )
 from prunex_mpi.base.logs import log
+from prunex_mpi.base.record_keys import flat_table
 from prunex_mpi.base.trace import TraceFile
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # How a run ends that has come to its end.
 COMPLETE = ("completed", "converged")
@@ -388,7 +384,7 @@ class Tensorboard:
 
     def add(self, record: dict[str, Any]) -> None:
         """Add the numbers of a record; what is null is left out."""
-        for name, value in scalars(record):
+        for name, value in scalars(record).items():
             self.writer.add_scalar(name, value, record["iteration"])
 
     def close(self) -> None:
@@ -396,10 +392,8 @@ class Tensorboard:
         self.writer.close()
 
 
-def scalars(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield names (`seconds/local`) and values of the numbers in a record."""
-    for key, value in record.items():
-        if isinstance(value, dict):
-            yield from scalars(value, f"{prefix}{key}/")
-        elif isinstance(value, bool | int | float) and key != "iteration":
-            yield f"{prefix}{key}", float(value)
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers in a record by their names, such as `seconds/local`."""
+    found = flat_table(record, "/")
+    del found["iteration"]
+    return {name: float(x) for name, x in found.items() if isinstance(x, int | float)}

@@ -59,7 +59,7 @@ class FinishedRun:
             self.reader.raise_error()
 
 
-def read_run(
+def read_finished_run(
     path: Path,
     data_dir: str = "",
     with_data: bool = True,
@@ -81,7 +81,8 @@ def read_run(
         raise UserError(f"there is no run in {path}; give the folder of --run-dir", UNREADABLE)
     if not os.path.isfile(path / "config.toml"):
         raise UserError(f"{path} is not the folder of a run: it has no config.toml", UNREADABLE)
-    settings = resumed(read_saved(str(path)), {"data_dir": data_dir} if data_dir else {})
+    saved, _ = read_saved(str(path))
+    settings = resumed(saved, {"data_dir": data_dir} if data_dir else {})
     config = f"{path}/config.toml"
     check_named("model", settings.model, given, config, path, whole)
     if with_data:
@@ -97,8 +98,7 @@ def read_run(
         record = FileRecord(int(delivered["bytes"]), int(delivered["crc32"]))
         logits = torch.tensor(delivered["probe"], dtype=torch.float64)
         mean, std = (torch.tensor(delivered[key], dtype=torch.float32) for key in ("mean", "std"))
-        # Of images, runs of old do not say how many classes there are.
-        inputs = inputs_from({"num_classes": len(logits), **delivered})
+        inputs = inputs_from(delivered)
         layers = {name: dict(sizes) for name, sizes in delivered.get("layers", {}).items()}
         # Tokens are not normalised.
         colours = 0 if isinstance(inputs, Tokens) else 3

@@ -13,9 +13,8 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.agreement import require_same, run_collectively
+from prunex_mpi.comm.agreement import gather_counts, require_same, run_collectively
 from prunex_mpi.comm.async_exchange import exchanging_behind
-from prunex_mpi.comm.collectives import gather_counts
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import delivered
@@ -29,6 +28,7 @@ from prunex_mpi.run.start import assemble_around, find_transport, log_warnings, 
 from prunex_mpi.run.supervision import check_exchange, driver_of, goes_behind_steps
 from prunex_mpi.run.tuning import is_left_to_measure
 from prunex_mpi.settings.fields import CROSS_ENTROPY, OF_SECTION, SHARED, Settings, key_of
+from prunex_mpi.settings.values import AUTO
 
 # What the program takes from its own models and data, which it normalises and augments as here.
 OF_ITS_OWN = ("model", "stem", "init_from", "init_digest")
@@ -151,7 +151,8 @@ def check_foreign(settings: Settings, loss: Loss | None, data: Data) -> None:
     if loss is not None and (settings.mixup or settings.cutmix):
         raise UserError("mixup and cutmix are for cross-entropy; leave them away or the loss")
     if is_left_to_measure(settings):
-        raise UserError("local-steps auto takes a trial, which the program makes; give a number")
+        name = "local-steps" if settings.local_steps == AUTO else "overlap-steps"
+        raise UserError(f"{name} auto takes a trial, which the program makes; give a number")
     for shard in (data.train, data.test):
         if shard is not None:
             check_images(shard)

@@ -14,7 +14,13 @@ from prunex_mpi.base.errors import PREEMPTED
 from prunex_mpi.base.files import NEXT, SUMMARY, telling_disk_errors
 from prunex_mpi.base.imports import find_own_modules
 from prunex_mpi.base.logs import log, set_up_logging
-from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
+from prunex_mpi.comm.agreement import (
+    broadcast_json,
+    broadcast_text,
+    run_collectively,
+    run_collectively_while,
+    run_on_first,
+)
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.loading import load_dataset, share_contents
@@ -74,7 +80,7 @@ def run(
         transport = start.prepare(place, settings)
         if settings.run_dir:
             early = partial(directory.check_run_dir, Path(settings.run_dir), settings.resume)
-            run_collectively(world, lambda: None if world.rank else early())
+            run_on_first(world, early)
         heartbeat.enter("data")
         known = read_contents(heartbeat)
         start.look_at_model(world, settings, known, heartbeat)
@@ -123,12 +129,9 @@ def run(
                 totals |= {"changes": kept.changes} if kept else {}
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
 
-            def end() -> None:
-                if files is not None:
-                    files.write_summary(totals)
-
             # Last of all: a run that has a summary needs nothing more.
-            run_collectively(world, lambda: telling_disk_errors(SUMMARY, end))
+            end = partial(telling_disk_errors, SUMMARY, lambda: files.write_summary(totals))
+            run_on_first(world, end)
             code = PREEMPTED if status == "preempted" else 0
             if kept:
                 kept.code = code
@@ -164,7 +167,7 @@ def stand_by(world: MPI.Comm, settings: Settings, going: Callable[[], None]) -> 
 
 @contextmanager
 def open_run(
-    world: MPI.Comm, settings: Settings, config: str, takes_over: bool = False
+    world: MPI.Comm, settings: Settings, config: str, takes_over: bool
 ) -> Iterator[tuple[Path, RunDirectory | None]]:
     """Hold the run directory on rank 0 for the time of the block; the others get None.
 
@@ -177,9 +180,7 @@ def open_run(
     path = Path(broadcast_text(world, settings.run_dir or new))
     with ExitStack() as exits:
 
-        def take() -> RunDirectory | None:
-            if world.rank:
-                return None
+        def take() -> RunDirectory:
             if takes_over:
                 # A lost rank that is stopped on another machine holds its lock still.
                 (path / "lock").unlink(missing_ok=True)
@@ -188,7 +189,7 @@ def open_run(
             files.make_folder("heartbeats")
             return files
 
-        yield path, run_collectively(world, take)
+        yield path, run_on_first(world, take)
 
 
 def code_of_ended(world: MPI.Comm, run: Path) -> int | None:
@@ -196,8 +197,8 @@ def code_of_ended(world: MPI.Comm, run: Path) -> int | None:
 
     One that goes on with a run removes what was said before.
     """
-    found = run_collectively(world, lambda: {} if world.rank else directory.read_summary(run))
-    status = broadcast_text(world, found.get("status", ""))
+    found = run_on_first(world, lambda: directory.read_summary(run))
+    status = broadcast_json(world, found and found.get("status"))
     if not status:
         return None
     return PREEMPTED if status == "preempted" else 0
@@ -205,5 +206,4 @@ def code_of_ended(world: MPI.Comm, run: Path) -> int | None:
 
 def is_complete(world: MPI.Comm, files: RunDirectory | None) -> bool:
     """Return whether the run has come to its end. Collective on `world`."""
-    complete = run_collectively(world, lambda: files is not None and files.complete())
-    return broadcast_text(world, "complete" if complete else "") != ""
+    return broadcast_json(world, run_on_first(world, lambda: files.complete()))

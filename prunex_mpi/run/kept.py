@@ -25,10 +25,16 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.files import NODES
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text, digests_agree, gather_text, run_collectively
+from prunex_mpi.comm.agreement import (
+    broadcast_json,
+    broadcast_text,
+    digests_agree,
+    gather_text,
+    run_collectively,
+)
 from prunex_mpi.comm.collectives import allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.removal import fit_network
+from prunex_mpi.core.removal import fit_network, left_of
 from prunex_mpi.core.state import OWN, RunContext, remembered
 from prunex_mpi.models.layout import bits_digest
 from prunex_mpi.run.directory import RunDirectory
@@ -50,7 +56,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostNodes:
     """Which nodes and ranks do not go on, by their numbers before."""
 
     nodes: tuple[int, ...]
@@ -124,7 +130,7 @@ class Kept:
     made: list[MPI.Comm] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
-    loss: Loss | None = None
+    loss: LostNodes | None = None
     lost_at: float = 0.0
     too_few: bool = False
     apart: bool = False
@@ -141,18 +147,16 @@ def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> Non
     colours = {"image_mean": tuple(problem.mean.tolist()), "image_std": tuple(problem.std.tolist())}
     kept.settings = replace(context.settings, run_dir=path, resume=True, **colours)
     here = json.dumps([topology.node_index, socket.gethostname(), os.getpid(), born(os.getpid())])
-    lines = broadcast_text(topology.world, "\n".join(gather_text(topology.world, here)))
-    kept.members = [Member(*json.loads(line)) for line in lines.split("\n")]
+    lines = broadcast_json(topology.world, gather_text(topology.world, here))
+    kept.members = [Member(*json.loads(line)) for line in lines]
     kept.began, kept.work = True, None
 
 
 def keep(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
     """Copy what the ranks have in common, in place of the last but one. Collective on `world`."""
     state, behind = context.state, context.behind
-    told = broadcast_text(topology.world, json.dumps(files.lengths()) if files else "")
-    sizes = json.loads(told)
+    sizes = broadcast_json(topology.world, files.lengths() if files else None)
     tensors, numbers = common_contents(state, context.problem, behind is None or behind.at_rest)
-    left = np.packbits(state.mask).tobytes().hex() if state.removes else ""
     old = kept.snapshots.pop(0).tensors if len(kept.snapshots) == 2 else {}
     for key, tensor in tensors.items():
         there = old.get(key)
@@ -162,11 +166,11 @@ def keep(topology: Topology, files: RunDirectory | None, context: RunContext, ke
         else:
             tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
     iteration = state.position.iteration
-    common = tensors, numbers, left, sizes
+    common = tensors, numbers, left_of(state), sizes
     kept.snapshots.append(Snapshot(time.time(), iteration, topology.world_size, *common))
 
 
-def set_aside(kept: Kept) -> None:
+def take_work_out(kept: Kept) -> None:
     """Take out of the run what this rank has trained since the last exchange."""
     # Else another node was lost before the run went on: what was set aside is there still.
     if kept.context is not None:

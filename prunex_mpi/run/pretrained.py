@@ -18,7 +18,12 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import STATE, SUMMARY, read_text, telling_disk_errors, write_json_durably
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import judged
-from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
+from prunex_mpi.comm.agreement import (
+    broadcast_json,
+    run_collectively,
+    run_collectively_while,
+    run_on_first,
+)
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import evaluate
@@ -33,7 +38,7 @@ from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.models.standalone import PLAN
 from prunex_mpi.models.trained import Moments, digest_of, find_torchvision_file, fit_, read_tensors
 from prunex_mpi.run.directory import RunDirectory, read_summary
-from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.run.finished_run import read_finished_run
 from prunex_mpi.settings.fields import Settings
 
 TORCHVISION = "torchvision"
@@ -48,8 +53,8 @@ def load_initial_(
     settings: Settings,
     model: nn.Module,
     inputs: Inputs,
-    classes: Sequence[str] = (),
-    beat: Callable[[], None] = lambda: None,
+    classes: Sequence[str],
+    beat: Callable[[], None],
 ) -> Settings:
     """Give `model` the weights of `--init-from`; return the settings with what came to light.
 
@@ -59,9 +64,9 @@ def load_initial_(
     called as reading goes on. Raises UserError on every rank. Collective on `world`.
     """
 
-    def read(going: Callable[[], None]) -> str:
+    def read(going: Callable[[], None]) -> dict[str, Any] | None:
         if world.rank:
-            return ""
+            return None
         path, look = locate(settings, going)
         # It reads the whole file, which the system then has in its memory.
         digest = digest_of(path, going)
@@ -79,9 +84,9 @@ def load_initial_(
         found = {"init_digest": digest}
         if not settings.image_mean and look is not None:
             found |= {"image_mean": look[0], "image_std": look[1]}
-        return json.dumps(found)
+        return found
 
-    found = json.loads(broadcast_text(world, run_collectively_while(world, read, beat)))
+    found = broadcast_json(world, run_collectively_while(world, read, beat))
     return replace(settings, **{k: tuple(v) if type(v) is list else v for k, v in found.items()})
 
 
@@ -158,10 +163,9 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, context: Ru
     log.info("before training: loss %.4f, %s", found["loss"], judged(record))
 
     def write() -> None:
-        if files is not None:
-            write_json_durably(files.path / INITIAL, record)
+        write_json_durably(files.path / INITIAL, record)
 
-    run_collectively(topology.world, lambda: telling_disk_errors(INITIAL, write))
+    run_on_first(topology.world, lambda: telling_disk_errors(INITIAL, write))
 
 
 def read_initial(run: Path) -> dict[str, Any]:
@@ -203,7 +207,7 @@ def find_teacher(
     settings: Settings,
     model: nn.Module,
     dataset: Dataset,
-    beat: Callable[[], None] = lambda: None,
+    beat: Callable[[], None],
 ) -> tuple[Settings, nn.Module, Moments | None]:
     """Return the settings with the digest of `--teacher`, its network, and its normalisation.
 
@@ -213,13 +217,13 @@ def find_teacher(
     on every rank. Collective on `world`.
     """
 
-    def read(going: Callable[[], None]) -> tuple[nn.Module | None, str]:
+    def read(going: Callable[[], None]) -> tuple[nn.Module | None, dict[str, Any]]:
         if world.rank:
-            return None, ""
+            return None, {}
         return _read(settings, model, inputs_from(dataset.sizes()), going)
 
-    network, text = run_collectively_while(world, read, beat)
-    found = json.loads(broadcast_text(world, text))
+    network, found = run_collectively_while(world, read, beat)
+    found = broadcast_json(world, found)
 
     def build() -> nn.Module:
         built = network or _build(found, model)
@@ -265,15 +269,15 @@ def with_teacher(
 
 def _read(
     settings: Settings, model: nn.Module, inputs: Inputs, going: Callable[[], None]
-) -> tuple[nn.Module, str]:
-    """Return the network of `--teacher` with its weights, and as JSON what others need of it."""
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the network of `--teacher` with its weights, and what others need of it."""
     path = Path(settings.teacher)
     found: dict[str, Any] = {"description": None, "layers": {}, "look": None, "classes": []}
     if path.is_dir():
         check_not_exported(path, "--teacher")
         # --model names the learner: of the user's own, its module may have the teacher as well.
         given = settings.model, settings.loss
-        run = read_run(path, with_data=False, going=going, given=given, whole=False)
+        run = read_finished_run(path, with_data=False, going=going, given=given, whole=False)
         network, name = run.model, run.settings.model
         found |= {"description": run.description, "look": (run.mean.tolist(), run.std.tolist())}
         found["layers"] = run.summary["delivered"].get("layers", {})
@@ -290,7 +294,7 @@ def _read(
             raise UserError(f"--teacher: {reason}; it must know those of the data", UNREADABLE)
     check_same_file(path, digest, settings.teacher_digest, "--teacher-digest")
     log.info("teacher: %s of %s, SHA-256 %s...", name, path, digest[:SHOWN_DIGITS])
-    return network, json.dumps({**found, "digest": digest})
+    return network, {**found, "digest": digest}
 
 
 def _build(found: dict[str, Any], model: nn.Module) -> nn.Module:

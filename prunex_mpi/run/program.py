@@ -98,7 +98,7 @@ def watched(world: "MPI.Comm", timeout_s: float) -> Iterator[Watchdog]:
     Its heartbeat is the watchdog's `heartbeat`.
     """
     heartbeat = Heartbeat()
-    with closing(Watchdog(heartbeat, world.rank, timeout_s, lambda: end_job(world))) as watchdog:
+    with closing(Watchdog(heartbeat, world.rank, timeout_s, lambda: abort_job(world))) as watchdog:
         abort_on_exceptions(world, heartbeat, watchdog.first_to_report)
         yield watchdog
 
@@ -123,12 +123,12 @@ def abort_on_exceptions(
         if not issubclass(kind, OSError | KeyboardInterrupt) and first_to_report():
             sys.__excepthook__(kind, value, trace)
         sys.stderr.flush()
-        end_job(world)
+        abort_job(world)
 
     sys.excepthook = hook
 
 
-def end_job(world: "MPI.Comm") -> None:
+def abort_job(world: "MPI.Comm") -> None:
     """End all ranks of the job now; may be called from any thread."""
     # A launcher may drop what was said just before an abort.
     time.sleep(FLUSH_S)

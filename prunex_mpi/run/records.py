@@ -14,7 +14,7 @@ from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.base.trace import HELPER, Trace, TraceFile, label
-from prunex_mpi.comm.agreement import gather_text, run_collectively, seconds_ahead
+from prunex_mpi.comm.agreement import gather_counts, gather_text, run_collectively, seconds_ahead
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.directory import RunDirectory
@@ -39,9 +39,7 @@ class RankRecords:
         columns = len(PARTS) * len(RANK_PHASES) + 1 + len(RESIDUALS)
         self.mine = np.zeros(columns)
         self.everyone = np.zeros((self.world.size if self.world.rank == 0 else 0, columns))
-        nodes = np.zeros(self.world.size, dtype=np.int64)
-        self.world.Gather(np.array([topology.node_index], dtype=np.int64), nodes, root=0)
-        self.nodes: list[int] = nodes.tolist()
+        self.nodes = gather_counts(self.world, topology.node_index)
         names = gather_text(self.world, socket.gethostname())
         # Of a node of virtual ones too: all its ranks share a machine, or its first rank's counts.
         hosts = dict(reversed(list(zip(self.nodes, names, strict=False))))

@@ -36,7 +36,7 @@ from prunex_mpi.base.files import (
     write_durably,
 )
 from prunex_mpi.base.signals import handling
-from prunex_mpi.config.parser import Parser, check_range, program_parser
+from prunex_mpi.config.parser import Parser, check_range, last_value, program_parser
 from prunex_mpi.run.directory import COMPLETE, is_held, read_summary
 from prunex_mpi.run.hosts import (
     close_probes,
@@ -182,12 +182,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 def run_dir_of(command: Sequence[str]) -> Path:
     """Return the folder of the run that a command trains: the last one that is named."""
-    found = ""
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        if word == "--run-dir":
-            found = following
-        elif word.startswith("--run-dir="):
-            found = word.partition("=")[2]
+    found = last_value(command, "--run-dir")
     if not found:
         raise UserError("give the training a --run-dir: its checkpoints are there")
     return Path(found)
@@ -212,7 +207,7 @@ def asked_to_end() -> Iterator[Asked]:
 
 def keep_going(options: Options) -> int:
     """Start the job as often as it takes; return the exit code of the last one."""
-    run, failures = options.run, 0
+    run, failures, trained = options.run, 0, False
     change: Change | None = None
     following: Following | None = None
     # No job outlives its launcher.
@@ -238,6 +233,7 @@ def keep_going(options: Options) -> int:
             before = newest_checkpoint(run)
             end = attend(job, options, hosts, asked, exits, change, size)
             code, following, size = end.code, end.following, end.size
+            trained |= end.trained
             if end.trained:
                 change = None
             if code == 0 and is_complete(run):
@@ -251,7 +247,9 @@ def keep_going(options: Options) -> int:
                 reason = f"{failures} starts in a row brought no new checkpoint"
             if reason:
                 say(f"the job ended with code {code}, and is not started again: {reason}")
-                return code or FAILURE
+                # What refuses a later job, the time or the hosts that are left, holds for this
+                # allocation alone.
+                return PREEMPTED if trained and code == USAGE else code or FAILURE
             lost, seconds = what_is_lost(run, end.at)
             if change is None:
                 change = Change(hosts, code, newest_checkpoint(run)[0], lost, seconds, end.at)

@@ -12,7 +12,6 @@ of `each.` tensors there is the mean.
 """
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import one_line
-from prunex_mpi.comm.agreement import broadcast_text, run_collectively_while
+from prunex_mpi.comm.agreement import broadcast_json, run_collectively_while
 from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
@@ -88,10 +87,7 @@ def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensor
             tensors["message"] = state.payload
     tensors |= {key: state.memory[key] for key in _memory_keys(state, first)}
     if first:
-        tensors["z"] = state.z
-        tensors["mask"] = torch.from_numpy(np.packbits(state.mask))
-        tensors["rho1"], tensors["rho2"] = map(torch.from_numpy, (state.rho1, state.rho2))
-        tensors |= _fixed(problem)
+        tensors |= _agreed(state, problem)
     numbers = _numbers(state, stream, state.position)
     # What is the model's own may share memory or lie in another order.
     return {
@@ -107,10 +103,8 @@ def common_contents(state: State, problem: Problem, complete: bool) -> tuple[Ten
     was offered then is lost: it is in what is left over, which the helper thread writes.
     """
     tensors = buffers_of(problem) | remembered(state.optimizer, state.theta)
-    tensors |= state.memory | _fixed(problem)
-    tensors |= {"z": state.z, "order": problem.train.order}
-    tensors["mask"] = torch.from_numpy(np.packbits(state.mask))
-    tensors["rho1"], tensors["rho2"] = map(torch.from_numpy, (state.rho1, state.rho2))
+    tensors |= state.memory | _agreed(state, problem)
+    tensors["order"] = problem.train.order
     numbers = _numbers(state, problem.train, state.position)
     if state.position.under_way and complete:
         tensors["message"] = state.payload
@@ -125,6 +119,13 @@ def common_contents(state: State, problem: Problem, complete: bool) -> tuple[Ten
 def buffers_of(problem: Problem) -> Tensors:
     """Return the model's buffers, no copies, by the names that a checkpoint gives them."""
     return {f"{BUFFER}{name}": buffer for name, buffer in problem.model.named_buffers()}
+
+
+def _agreed(state: State, problem: Problem) -> Tensors:
+    """Return z, mask, penalties and the parameters that are not trained, which all ranks share."""
+    tensors = {"z": state.z, "mask": torch.from_numpy(np.packbits(state.mask))}
+    tensors["rho1"], tensors["rho2"] = map(torch.from_numpy, (state.rho1, state.rho2))
+    return tensors | _fixed(problem)
 
 
 def _fixed(problem: Problem) -> Tensors:
@@ -363,7 +364,7 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
         mean.div_(given[0])
     allreduce_(world, stats, transport)
     order = len(first[0]["order"]) if first[0] else 0
-    common = json.loads(broadcast_text(world, json.dumps({**first[1], "order": order})))
+    common = broadcast_json(world, {**first[1], "order": order})
     frozen, retired = common["stage"]
     _put_shared(topology, first[0], frozen, retired, state, transport)
     _put_fixed(topology, first[0], problem, transport)

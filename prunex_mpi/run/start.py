@@ -28,6 +28,7 @@ from prunex_mpi.comm.agreement import (
     require_same,
     run_collectively,
     run_collectively_while,
+    run_on_first,
 )
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
@@ -360,21 +361,17 @@ def assemble_around(
     reads: bool = False,
 ) -> RunContext:
     """Do the rest of `assemble` with a model, which is on the CPU. Collective on `world`."""
-    world, inputs, first = topology.world, inputs_from(dataset.sizes()), topology.world.rank == 0
+    world, inputs = topology.world, inputs_from(dataset.sizes())
     run_collectively(world, lambda: check_state_dict(model))
-    run_collectively(world, lambda: check_transient(model, inputs) if first else None)
+    run_on_first(world, lambda: check_transient(model, inputs))
     if ":" in settings.model:
-        run_collectively(
-            world, lambda: check_repeatable(settings, model, inputs) if first else None
-        )
+        run_on_first(world, lambda: check_repeatable(settings, model, inputs))
     layout = run_collectively(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))
     # One rank tries what the others then go by.
-    tried = run_collectively(
-        world, lambda: choose_rules(settings, model, inputs).text() if first else ""
-    )
-    rules = rules_of(broadcast_text(world, tried))
+    tried = run_on_first(world, lambda: choose_rules(settings, model, inputs).text())
+    rules = rules_of(broadcast_text(world, tried or ""))
     if settings.init_from and reads:
         settings = load_initial_(
             world, settings, model, inputs, dataset.class_names, heartbeat.go_on

@@ -65,10 +65,7 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         name = f"{NAMES[which]} {measure.label} before training"
         before.append((name, reached(initial, which)))
     if best := summary.get("validation"):
-        value = measure.text(best[measure.key])
-        # Older runs of a comparison do not say it.
-        if "iteration" in best:
-            value += f", of outer iteration {best['iteration']}"
+        value = f"{measure.text(best[measure.key])}, of outer iteration {best['iteration']}"
         before.append((f"{NAMES['val']} {measure.label}", value))
     speed = [("tokens per second", f"{summary[SPEED]:,.0f}")] if SPEED in summary else []
     once = f"{seconds['setup']:.2f} s, {sent['setup'] / MIB:.2f} MiB"

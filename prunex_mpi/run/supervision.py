@@ -90,6 +90,8 @@ def train(
         context = replace(context, stop=stop, behind=behind)
         if kept is not None:
             kept.context = context
+            # What was trained before a loss is in memory: however late, it becomes a checkpoint.
+            stop.went_on = kept.loss is not None
         received.training = True
         evaluate_initial(topology, files, context)
         with tracing(topology, files, context):
@@ -124,7 +126,7 @@ def run_to_end(
     files: RunDirectory | None,
     context: RunContext,
     checkpoints: Checkpoints,
-    kept: Kept | None = None,
+    kept: Kept | None,
 ) -> str:
     """Iterate from where the state stands; return "completed", "converged" or "preempted".
 
@@ -161,7 +163,7 @@ def iterate(
     context: RunContext,
     checkpoints: Checkpoints,
     progress: Progress,
-    kept: Kept | None = None,
+    kept: Kept | None,
 ) -> str:
     """Run the driver until it ends, stops or diverges; return the status. Collective."""
     # Nothing is left where a job ended between its last checkpoint and its summary.

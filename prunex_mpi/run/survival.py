@@ -22,10 +22,10 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.single_process import say_error
-from prunex_mpi.comm.agreement import run_collectively
+from prunex_mpi.comm.agreement import gather_counts, run_collectively
 from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.run import job
-from prunex_mpi.run.kept import Kept, Loss, born, set_aside
+from prunex_mpi.run.kept import Kept, LostNodes, born, take_work_out
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
@@ -70,7 +70,7 @@ def run(
             # As one that has failed: the others have gone on without it.
             os.kill(os.getpid(), signal.SIGKILL)
         kept.loss, kept.lost_at = loss, at
-        set_aside(kept)
+        take_work_out(kept)
         # Virtual nodes may not be larger than what is left.
         most = min(kept.settings.ranks_per_node, stay.size)
         kept.settings = replace(kept.settings, ranks_per_node=most)
@@ -116,7 +116,9 @@ def end_together(world: MPI.Comm, watchdog: Watchdog, error: UserError) -> NoRet
     leave(world, watchdog, error.exit_code)
 
 
-def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm, MPI.Comm, Loss]:
+def shrink(
+    world: MPI.Comm, kept: Kept, error: MPI.Exception
+) -> tuple[MPI.Comm, MPI.Comm, LostNodes]:
     """Return the communicators of all ranks that are left and of those that go on, and the loss.
 
     The second is COMM_NULL on ranks whose node has lost one. Raises `error` where nobody is lost:
@@ -131,16 +133,15 @@ def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm,
         left = left.Shrink()
         if left.size == world.size:
             raise error
-        stay, loss, done = MPI.COMM_NULL, Loss((), ()), False
+        stay, loss, done = MPI.COMM_NULL, LostNodes((), ()), False
         with suppress(MPI.Exception):
-            ranks = np.zeros(left.size, dtype=np.int64)
-            left.Allgather(np.array([world.rank], dtype=np.int64), ranks)
+            ranks = gather_counts(left, world.rank)
             # A rank that was to learn that training begins may be one that does not know.
             began = np.array([kept.began], dtype=np.int64)
             left.Allreduce(MPI.IN_PLACE, began, op=MPI.MIN)
             kept.began = bool(began[0])
-            fence(kept, ranks.tolist())
-            whole, loss = divide(kept, ranks.tolist(), world.size)
+            fence(kept, ranks)
+            whole, loss = divide(kept, ranks, world.size)
             stay = left.Split(0 if world.rank in whole else MPI.UNDEFINED, key=left.rank)
             done = True
         # Where another one was lost meanwhile, all begin again.
@@ -153,20 +154,20 @@ def shrink(world: MPI.Comm, kept: Kept, error: MPI.Exception) -> tuple[MPI.Comm,
         left.Revoke()
 
 
-def divide(kept: Kept, ranks: list[int], size: int) -> tuple[list[int], Loss]:
+def divide(kept: Kept, ranks: list[int], size: int) -> tuple[list[int], LostNodes]:
     """Return which of the `ranks` that are left of `size` go on, and what is lost.
 
     Nodes go as a whole; where none is whole all go on, to write a checkpoint.
     """
     gone = tuple(sorted(set(range(size)) - set(ranks)))
     if not kept.began:
-        return ranks, Loss((), gone)
+        return ranks, LostNodes((), gone)
     broken = tuple(sorted({kept.members[rank].node for rank in gone}))
     whole = [rank for rank in ranks if kept.members[rank].node not in broken]
     nodes = {kept.members[rank].node for rank in whole}
     kept.too_few = len(nodes) < kept.settings.min_nodes or not whole
     stay = whole or ranks
-    return stay, Loss(broken, tuple(sorted(set(range(size)) - set(stay))))
+    return stay, LostNodes(broken, tuple(sorted(set(range(size)) - set(stay))))
 
 
 def fence(kept: Kept, ranks: list[int]) -> None:

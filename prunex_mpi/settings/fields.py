@@ -559,6 +559,11 @@ def layer_keep_ratios(settings: Settings) -> tuple[tuple[str, float], ...]:
     return tuple(split_layer_keep_ratio(item) for item in settings.layer_keep_ratio)
 
 
+def freezes(settings: Settings) -> bool:
+    """Return whether the masks freeze, in an outer iteration that is known before or not."""
+    return settings.freeze_iteration > 0 or settings.freeze_drift >= 0
+
+
 def known_freeze(settings: Settings) -> int:
     """Return the outer iteration that freezes the masks, 0 where that is not known before."""
     return settings.freeze_iteration if settings.freeze_drift < 0 else 0

@@ -46,6 +46,15 @@ def to_be_found(field: dataclasses.Field, value: object) -> bool:
     return left_open(field, value) or (bool(field.metadata.get("found")) and not value)
 
 
+def in_words(value: object) -> str:
+    """Return a value of a setting, or what a file holds of it, as help, tables and messages do."""
+    if isinstance(value, tuple | list):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value) or "none"
+
+
 def convert(field: dataclasses.Field, value: object, where: str) -> Any:
     """Return `value` as `field` stores it before resolution (shares still as fractions).
 

@@ -100,6 +100,11 @@ def plain(text: str) -> str:
     return f" {text}" if text.startswith("_") else text
 
 
+def named_look(number: int, name: str) -> dict[str, str]:
+    """Return mark, colour, dash and label of the curve of this number, as `plot` takes them."""
+    return {"mark": marker_of(number), **look_of(number), "label": plain(name)}
+
+
 def legend_above(panel: "Axes", columns: int = 4) -> None:
     """Name the curves of a panel above it, where the legend covers nothing."""
     handles, names = panel.get_legend_handles_labels()
@@ -115,6 +120,12 @@ def legend_above(panel: "Axes", columns: int = 4) -> None:
         columnspacing=1.4,
         handlelength=2.2,
     )
+
+
+def legend_on_top(panel: "Axes", columns: int = 3) -> None:
+    """Name the curves of a panel above all panels of its figure."""
+    handles, names = panel.get_legend_handles_labels()
+    panel.figure.legend(handles, names, loc="outside upper center", ncols=columns)
 
 
 def name_bars(panel: "Axes", names: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from prunex_mpi.comm.agreement import (
     require_same,
     run_collectively,
     run_collectively_while,
+    run_on_first,
     sum_alike_,
 )
 from prunex_mpi.core.loading import share_contents
@@ -34,7 +35,7 @@ from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.delivery import print_result
-from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.run.finished_run import read_finished_run
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, FROM_FILES, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
@@ -66,9 +67,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     set_up_logging(world.rank, world.size)
     check_launched_together(world)
     require_same(world, "the flags", repr(options))
-    run_collectively(
-        world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
-    )
+    run_on_first(world, lambda: prepare_file(options.json_file))
     network = run_collectively(world, lambda: read_network(options.network, (options.model,)))
     with take_places(world, 0, options.device) as place:
         data = run_collectively(world, lambda: data_of(network, options))
@@ -77,8 +76,6 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
             words = describe_text(found, options)
         else:
             with closing(load_images(place, network, data, heartbeat)) as dataset:
-                if options.skip_corrupt and dataset.reader is None:
-                    raise UserError("skip-corrupt is for images in files; leave it away")
                 found = judge(place, network, dataset, options.batch_size, heartbeat)
             words = describe(found, options)
 
@@ -87,7 +84,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
             write_json(options.json_file, found)
         print_result(words)
 
-    run_collectively(world, lambda: tell() if world.rank == 0 else None)
+    run_on_first(world, tell)
     return 0
 
 
@@ -147,7 +144,7 @@ def read_network(path: Path, given: Collection[str] = ()) -> Network:
     """
     if (path / standalone.PLAN).exists():
         return _read_exported(path, given)
-    run = read_run(path, with_data=False, given=given)
+    run = read_finished_run(path, with_data=False, given=given)
     settings = run.settings
     return Network(
         model=run.model,

@@ -4,14 +4,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.cli import convert_flag
-from prunex_mpi.config.parser import Parser, add_timeout, check_range, program_parser
+from prunex_mpi.config.parser import (
+    Parser,
+    add_own_model,
+    add_timeout,
+    check_range,
+    program_parser,
+)
 from prunex_mpi.settings.fields import SHARED
 from prunex_mpi.settings.values import choices_shown
 
 BATCH, CLASSES, MAX_COUNT, TIMEOUT_S = 256, 20, 10**6, 1800
-OWN_MODEL = "repeat the run's own model, package.module:factory: importing it runs its code"
 
 
 # What was given, by the names of the flags; empty and None stand for what the run was tested on.
@@ -30,7 +34,7 @@ def build_parser() -> Parser:
     datasets = choices_shown(SHARED["dataset"].metadata)
     where = "folder of a complete run, or of an exported network"
     add("network", type=Path, metavar="RUN|MODEL", help=where)
-    add("--model", default="", metavar="NAME", help=OWN_MODEL)
+    add_own_model(parser)
     add(
         "--dataset",
         default="",
@@ -79,8 +83,7 @@ def parse(argv: Sequence[str]) -> Options:
     """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     check_range(given, "classes", 0, MAX_COUNT)
-    if not 1 <= given.batch_size <= MAX_COUNT:
-        raise UserError(f"--batch-size must be from 1 to {MAX_COUNT}, not {given.batch_size}")
+    check_range(given, "batch_size", 1, MAX_COUNT)
     asked = ["dataset"] if given.dataset else []
     asked += ["test_samples"] if given.test_samples is not None else []
     for name in (*asked, "device", "timeout"):

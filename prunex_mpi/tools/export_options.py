@@ -4,12 +4,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from prunex_mpi.config.parser import Parser, check_range, program_parser
+from prunex_mpi.config.parser import Parser, add_own_model, check_range, program_parser
 
 DEVICES = ("auto", "cpu", "cuda")
 PROOF_IMAGES, REPEAT = 2000, 7
 MAX_COUNT = 10**6
-OWN_MODEL = "repeat the run's own model, package.module:factory: importing it runs its code"
 
 
 # What was given, by the names of the flags.
@@ -25,7 +24,7 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a complete run")
-    add("--model", default="", metavar="NAME", help=OWN_MODEL)
+    add_own_model(parser)
     add("--dataset", default="", metavar="NAME", help="likewise, the run's own data")
     add("--onnx", action="store_true", help="write model.onnx as well")
     add("--torch-export", action="store_true", help="write model.pt2 as well, by torch.export")

@@ -30,7 +30,7 @@ from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
 from prunex_mpi.pruning.rules import find_coupling_by, find_rules
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
-from prunex_mpi.run.finished_run import FinishedRun, read_run
+from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.tensor_file import save_tensors
 from prunex_mpi.tools.export_options import Options
 from prunex_mpi.tools.export_proof import BATCH, compare, count_parameters, prove
@@ -57,7 +57,7 @@ def export(options: Options) -> None:
     devices = choose_devices(options.device)
     if options.onnx:
         require_packages("--onnx", "onnx", *ONNX_PACKAGES)
-    run = read_run(options.run, options.data_dir, given=(options.model, options.dataset))
+    run = read_finished_run(options.run, options.data_dir, given=(options.model, options.dataset))
     inputs, batches_of = inputs_from(run.description), test_of(run, options.images)
     images, _ = next(batches_of(JUDGED_IMAGES))
     run.check_readable()

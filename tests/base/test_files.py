@@ -67,13 +67,13 @@ def test_a_file_to_write_is_left_as_it_was(tmp_path):
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("kept")
     for path in (str(old), str(new), "/dev/null", ""):
-        prepare_file("json", path)
+        prepare_file(path)
     assert old.read_text() == "kept"
     assert not new.exists()
     with pytest.raises(UserError, match=r"--json '.*none/x': No such file or directory"):
-        prepare_file("json", str(tmp_path / "none" / "x"))
+        prepare_file(str(tmp_path / "none" / "x"))
     with pytest.raises(UserError, match="Is a directory"):
-        prepare_file("json", str(tmp_path))
+        prepare_file(str(tmp_path))
 
 
 def test_several_processes_may_prepare_one_file(tmp_path, monkeypatch):
@@ -86,7 +86,7 @@ def test_several_processes_may_prepare_one_file(tmp_path, monkeypatch):
         return real(name, flags, mode)
 
     monkeypatch.setattr(files.os, "open", open_meanwhile)
-    prepare_file("json", str(path))
+    prepare_file(str(path))
     assert not turns
     assert list(tmp_path.iterdir()) == []
 

@@ -106,13 +106,13 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
         layout = build_layout(model)
         transport = build_transport(torch.device("cpu"), 2**-10, "host")
         dataset = load_dataset(topology, settings)
-        device = torch.device("cpu")
-        problem = build_problem(topology, settings, dataset, model, device, transport)
+        heartbeat, device = Heartbeat(), torch.device("cpu")
+        problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
         groups = make_groups(settings, model, layout, Images(dataset.image_size))
         state = build_state(model, layout, groups, settings)
         with stop_agreement(topology.world, ReceivedSignal(), None) as stop:
-            context = RunContext(state, problem, settings, transport, Heartbeat(), stop)
-            status = run_to_end(topology, files, context, Checkpoints("10"))
+            context = RunContext(state, problem, settings, transport, heartbeat, stop)
+            status = run_to_end(topology, files, context, Checkpoints("10"), None)
     assert status == "completed"
     (early, held_early), (late, held_late) = samples
     assert held_late == held_early

@@ -1,4 +1,4 @@
-"""What all ranks do together and may take long on one of them; how far their clocks are apart."""
+"""What all ranks do together or one does for all; what they tell each other; clocks."""
 
 import itertools
 import time
@@ -7,7 +7,13 @@ import pytest
 from nodes import WORLD
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.comm.agreement import run_collectively_while, seconds_ahead
+from prunex_mpi.comm.agreement import (
+    broadcast_json,
+    count_same,
+    run_collectively_while,
+    run_on_first,
+    seconds_ahead,
+)
 
 pytestmark = pytest.mark.mpi
 
@@ -88,6 +94,31 @@ def test_all_may_fail_at_once():
 
     with pytest.raises(UserError, match="damaged"):
         run_collectively_while(WORLD, fails, lambda: None)
+
+
+def test_the_first_does_it_and_what_goes_wrong_is_raised_on_all():
+    done = []
+    found = run_on_first(WORLD, lambda: done.append(WORLD.rank) or "done")
+    assert (found, done) == ((None, []) if WORLD.rank else ("done", [0]))
+
+    def fails() -> None:
+        raise UserError(f"no such file on {WORLD.rank}", 3)
+
+    with pytest.raises(UserError, match="no such file on 0") as caught:
+        run_on_first(WORLD, fails)
+    assert caught.value.exit_code == 3
+
+
+def test_every_rank_gets_what_one_has_as_json_has_it():
+    for root in {0, LAST}:
+        # What others have is not looked at.
+        mine = {"θ": (root, None), "path": "\udcff"} if WORLD.rank == root else object()
+        assert broadcast_json(WORLD, mine, root) == {"θ": [root, None], "path": "\udcff"}
+
+
+def test_who_says_the_same_is_counted():
+    assert count_same(WORLD, "all") == WORLD.size
+    assert count_same(WORLD, f"{WORLD.rank == 0}") == (WORLD.size - 1 if WORLD.rank else 1)
 
 
 def test_clocks_of_one_machine_are_one():

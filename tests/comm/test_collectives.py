@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from driving import assert_alike_on_all_ranks, wire_of
-from nodes import NODE_SHAPES, WORLD, nodes_of
-from torch import Tensor
+from nodes import NODE_SHAPES, WORLD, nodes_of, numbers, total
 
 from mpi4py import MPI
 
 from prunex_mpi.comm import collectives
+from prunex_mpi.comm.agreement import gather_counts
 from prunex_mpi.comm.collectives import (
     LEAST_SHARE_BYTES,
     MPI_TYPES,
@@ -28,7 +28,6 @@ from prunex_mpi.comm.collectives import (
     buckets,
     build_transport,
     deal_,
-    gather_counts,
     hierarchical_sum_,
     mpi_buffer,
     reduce_,
@@ -63,19 +62,6 @@ def transport(kind: str, size: int = TINY) -> Transport:
         return build_transport(CPU, size / 2**20, "host")
     room = size if kind == "staged" else size * 5 // 2
     return Transport(size, (torch.empty(room).byte(), torch.empty(room).byte()))
-
-
-def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Return what rank `rank` holds: small integers, so that every order of summation is exact.
-
-    Four of them fit into int8.
-    """
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, 32, (size,), generator=generator).to(dtype)
-
-
-def total(size: int, dtype: torch.dtype, ranks: range) -> Tensor:
-    return torch.stack([numbers(rank, size, dtype) for rank in ranks]).sum(0).to(dtype)
 
 
 def test_buckets_of_the_transport():
@@ -147,7 +133,7 @@ def test_allreduce_sums_every_element_and_nothing_else(dtype, kind):
         flat = memory[1:-1]
         flat.copy_(numbers(WORLD.rank, size, dtype))
         allreduce_(WORLD, flat, how)
-        assert torch.equal(flat, total(size, dtype, range(WORLD.size)))
+        assert torch.equal(flat, total(size, dtype))
         assert memory[0] == memory[-1] == 77
 
 
@@ -212,7 +198,7 @@ def test_reduce_adds_up_on_the_root_alone(dtype, kind):
             reduce_(WORLD, flat, how, root)
             wanted = numbers(WORLD.rank, size, dtype)
             if WORLD.rank == root:
-                wanted = total(size, dtype, range(WORLD.size))
+                wanted = total(size, dtype)
             assert torch.equal(flat, wanted)
 
 

@@ -108,9 +108,9 @@ def test_shares_for_other_nodes_leave_a_node_whatever_the_way():
     """Ranks 0 to 3 on two nodes, each with 60 bytes of 15 for every rank, pair by pair."""
     for inside in (1, 2, 3, 4):
         leaving = [(a, b) for a in range(inside) for b in range(inside, 4)]
-        assert dealt_bytes(4, inside, 60) == 15 * len(leaving)
+        assert dealt_bytes(4, inside, 60, passes=0) == 15 * len(leaving)
         assert dealt_bytes(4, inside, 60, passes=1) == 15 * (len(leaving) + 3)
-    assert dealt_bytes(4, 1, 60) == ring_bytes(4, 60, passes=1)
+    assert dealt_bytes(4, 1, 60, passes=0) == ring_bytes(4, 60, passes=1)
     assert dealt_bytes(1, 1, 60, passes=1) == 0
 
 
@@ -118,8 +118,8 @@ def test_what_is_shifted_leaves_a_node_where_its_receiver_is_in_another():
     for inside in (1, 2, 3, 4):
         for distance in (1, 2, 3):
             leaving = [rank for rank in range(inside) if (rank + distance) % 4 >= inside]
-            assert shifted_bytes(4, inside, distance, 60) == 60 * len(leaving)
-    assert shifted_bytes(1, 1, 3, 60) == 0
+            assert shifted_bytes(4, inside, distance, 60, team=0) == 60 * len(leaving)
+    assert shifted_bytes(1, 1, 3, 60, team=0) == 0
     # Teams of two: within nodes of two and four, one with another in nodes of one and three.
     assert [shifted_bytes(4, inside, 1, 60, team=2) for inside in (1, 2, 3, 4)] == [60, 0, 60, 0]
 

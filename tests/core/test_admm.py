@@ -1,5 +1,6 @@
 """The arithmetic of the phases: updates, residuals, penalties, and groups that z has dropped."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -88,6 +89,7 @@ NODES = (3, 1)  # P_i
 LAYERS = (4, 9, 1)  # elements of each layer
 RANKS = sum(NODES)
 EPS_ABS, EPS_REL = 1e-3, 1e-2
+SETTINGS = replace(make(), eps_abs=EPS_ABS, eps_rel=EPS_REL)
 
 
 def norm(*arrays: np.ndarray) -> float:
@@ -157,7 +159,7 @@ def compute(examples: list[Example], rho1: np.ndarray, rho2: np.ndarray) -> Resi
             for rank in range(size):
                 sums[:, number] += example.rank_norms(node, rank)
     numels = np.array([e.elements for e in examples], dtype=np.float64)
-    return compute_residuals(NormSums(*sums), numels, RANKS, rho1, rho2, EPS_ABS, EPS_REL)
+    return compute_residuals(NormSums(*sums), numels, RANKS, rho1, rho2, SETTINGS)
 
 
 def test_residuals_are_those_of_a_naive_computation():
@@ -211,8 +213,7 @@ def test_relative_thresholds_are_those_of_the_variables_and_scaled_duals(
             RANKS,
             np.array([0.5]),
             np.array([0.25]),
-            0.0,
-            0.1,
+            replace(SETTINGS, eps_abs=0.0, eps_rel=0.1),
         )
         assert bool(found.converged[0]) is expected
 
@@ -222,7 +223,8 @@ DUAL = np.array([1.0, 1.0, 10.0, 100.0, 0.0, 1.0])
 
 
 def penalty(rho: float, rule: str, *, factor: float = 2.0, high: float = 10.0):
-    return update_penalty(np.full(6, rho), PRIMAL, DUAL, rule, factor, high)
+    settings = replace(SETTINGS, penalty=rule, rho_factor=factor, rho_max=high)
+    return update_penalty(np.full(6, rho), settings, (PRIMAL, DUAL))
 
 
 def test_fixed_penalties_stay_even_outside_the_limits():
@@ -241,8 +243,9 @@ def test_balance_is_clamped_to_both_limits():
 
 def test_ramp_grows_up_to_the_limit_whatever_the_residuals():
     rho, seen = np.full(6, 1.5), []
+    settings = replace(SETTINGS, penalty="ramp", rho_factor=2.0, rho_max=10.0)
     for _ in range(4):
-        rho = update_penalty(rho, PRIMAL, DUAL, "ramp", 2.0, 10.0)
+        rho = update_penalty(rho, settings, None)
         assert np.all(rho == rho[0])
         seen.append(float(rho[0]))
     assert seen == [3.0, 6.0, 10.0, 10.0]

@@ -72,10 +72,10 @@ def test_of_several_outputs_of_text_a_loss_gets_each_by_position():
 
 def test_of_several_outputs_the_first_are_the_logits():
     logits, features = torch.randn(2, 3), torch.randn(2, 8)
-    assert logits_of([logits, features], logits.shape, "x") is logits
+    assert logits_of([logits, features], logits.shape) is logits
     for outputs in ((features, logits), {"logits": logits}, (), (None, logits)):
-        with pytest.raises(UserError, match=r"x needs logits \[2, 3\].* the model returns"):
-            logits_of(outputs, logits.shape, "x")
+        with pytest.raises(UserError, match=r"--teacher needs logits \[2, 3\].* the model returns"):
+            logits_of(outputs, logits.shape)
     first, second, third = softened((logits, features, 2 * logits), 4.0)
     assert torch.equal(first, logits / 4) and torch.equal(third, logits / 2)
     assert second is features

@@ -67,7 +67,7 @@ def test_reset_forgets_the_first_moment_of_adamw_alone():
     theta = torch.ones(3)
     theta.grad = torch.full((3,), 0.5)
     settings = make(method="diloco", optimizer="adamw", lr=0.1, weight_decay=0.01)
-    optimizer = build_optimizer(theta, settings)
+    optimizer = build_optimizer(theta, settings, None, None)
     optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
     optimizer.step()
     # The first step is the rate, whatever the gradient; the decay is decoupled.
@@ -82,7 +82,8 @@ def test_reset_forgets_the_first_moment_of_adamw_alone():
 def test_a_step_that_overflows_leaves_adamw_as_it_was():
     theta = torch.ones(2)
     theta.grad = torch.tensor([1.0, float("inf")])
-    optimizer = build_optimizer(theta, make(method="diloco", optimizer="adamw", lr=0.1))
+    settings = make(method="diloco", optimizer="adamw", lr=0.1)
+    optimizer = build_optimizer(theta, settings, None, None)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
     scaler.unscale_(optimizer)

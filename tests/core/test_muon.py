@@ -49,7 +49,7 @@ def test_steps_are_those_of_torchs_optimizers(monkeypatch: pytest.MonkeyPatch) -
     torch.manual_seed(3)
     model = new_net(torch.float32)
     other = copy.deepcopy(model)
-    settings = make(optimizer="muon", lr=0.01, weight_decay=0.1)
+    settings = make(optimizer="muon", lr=0.01, weight_decay=0.1, beta2=0.99)
     layout = build_layout(model)
     theta, _ = flatten_(model, layout)
     mine = build_optimizer(theta, settings, model, layout)
@@ -66,7 +66,7 @@ def test_steps_are_those_of_torchs_optimizers(monkeypatch: pytest.MonkeyPatch) -
             momentum=0.95,
             adjust_lr_fn="match_rms_adamw",
         ),
-        torch.optim.AdamW(rest, lr=0.01, betas=(0.95, 0.999), weight_decay=0.1),
+        torch.optim.AdamW(rest, lr=0.01, betas=(0.95, 0.99), weight_decay=0.1),
     ]
     for _ in range(3):
         images, labels = torch.randn(8, 3, 6, 6), torch.randint(5, (8,))

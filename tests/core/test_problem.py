@@ -7,6 +7,7 @@ from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import problem
@@ -28,6 +29,7 @@ def test_no_exchange_runs_behind_more_steps_than_there_are(overlap, fits):
     transport = build_transport(CPU, 1.0, "host")
     with nodes_of(1) as topology:
         given = topology, settings, load_dataset(topology, settings), model, CPU, transport
+        given = *given, Heartbeat()
         if fits:
             assert build_problem(*given).steps == 2
         else:
@@ -39,7 +41,8 @@ def test_no_exchange_runs_behind_more_steps_than_there_are(overlap, fits):
 @pytest.mark.mpi
 @pytest.mark.parametrize("alike", [True, False])
 def test_all_ranks_begin_with_the_weights_of_rank_0(alike, monkeypatch):
-    settings = make("recipe", dataset="synthetic", train_samples=16, test_samples=8, image_size=8)
+    size = {"dataset": "synthetic", "train_samples": 16, "test_samples": 8, "image_size": 8}
+    settings = make("recipe", **size, lr_scaling="linear")
     torch.manual_seed(0 if alike else WORLD.rank)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
     if not alike:
@@ -56,7 +59,9 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(alike, monkeypatch):
     monkeypatch.setattr(problem, "bcast_", bcast)
     transport = build_transport(CPU, 1.0, "host")
     with nodes_of(2) as topology:
-        build_problem(topology, settings, load_dataset(topology, settings), model, CPU, transport)
+        dataset = load_dataset(topology, settings)
+        built = build_problem(topology, settings, dataset, model, CPU, transport, Heartbeat())
+    assert built.lr_scale == WORLD.size
     assert bool(sent) == (not alike and WORLD.size > 1)
     for tensor in model.state_dict().values():
         flat = tensor.reshape(-1).clone()

@@ -24,7 +24,7 @@ from prunex_mpi.models.slim import CallsCorrected
 from prunex_mpi.models.standalone import load
 from prunex_mpi.pruning.rules import Rules
 from prunex_mpi.pruning.shrink import cut
-from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.run.finished_run import read_finished_run
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -152,7 +152,7 @@ def test_what_is_delivered_is_the_smaller_network(model):
             assert ("layers" in summary["delivered"]) == remove
             parts.append([summary[key] for key in ("parameters", "parameters_kept", "density")])
             tests.append(summary["test_loss"])
-            network = read_run(run, with_data=False, given=(model,)).model
+            network = read_finished_run(run, with_data=False, given=(model,)).model
             size = sum(p.numel() for p in network.parameters())
             assert size == summary["parameters_kept" if remove else "parameters"]
         if WORLD.rank == 0:

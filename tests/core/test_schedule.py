@@ -10,10 +10,14 @@ import pytest
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loop import falls_due, rounds
 from prunex_mpi.core.schedule import (
-    learning_rate,
+    Stage,
     local_steps,
+    may_stop,
+    note_drift_,
     quadratic_interval,
     quadratic_rounds,
+    rate_at,
+    rate_now,
     recount_steps_,
     rounds_left,
     settled,
@@ -25,11 +29,9 @@ from prunex_mpi.core.schedule import (
 from prunex_mpi.core.state import Position
 
 
-def rates(schedule: str, total: int = 100, warmup: float = 0.0, final: float = 0.01) -> list[float]:
-    return [
-        learning_rate(k, total, base=0.2, schedule=schedule, warmup=warmup, final=final)
-        for k in range(total)
-    ]
+def rates(schedule: str, total: int = 100, warmup: float = 0.0) -> list[float]:
+    settings = make(lr=0.2, lr_schedule=schedule, warmup_ratio=warmup, min_lr_ratio=0.01)
+    return [rate_at(settings, k, total) for k in range(total)]
 
 
 def test_constant_stays_and_warmup_rises_linearly_to_the_base():
@@ -50,17 +52,17 @@ def test_cosine_runs_from_the_base_to_the_final_share():
     # The middle of the 95 steps after the warm-up lies between steps 52 and 53.
     assert (found[52] + found[53]) / 2 == pytest.approx(0.2 * (1 + 0.01) / 2, rel=1e-3)
     # One step past the run would be the end itself.
-    end = learning_rate(100, 100, base=0.2, schedule="cosine", warmup=0.05, final=0.01)
+    settings = make(lr=0.2, lr_schedule="cosine", warmup_ratio=0.05, min_lr_ratio=0.01)
+    end = rate_at(settings, 100, 100)
     assert end == pytest.approx(0.002)
     # The rate does not rise again after it.
-    past = learning_rate(150, 100, base=0.2, schedule="cosine", warmup=0.05, final=0.01)
-    assert past == end
+    assert rate_at(settings, 150, 100) == end
     assert found[-1] == pytest.approx(0.002, rel=0.05)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "step"])
 @pytest.mark.parametrize("total", [1, 2, 7])
-@pytest.mark.parametrize("warmup", [0.0, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize("warmup", [0.0, 0.05, 0.5, 0.999])
 def test_rates_of_the_shortest_runs_are_positive_and_at_most_the_base(schedule, total, warmup):
     assert all(0 < rate <= 0.2 for rate in rates(schedule, total, warmup))
 
@@ -100,6 +102,17 @@ def test_masks_settle_after_a_whole_window_of_small_drifts(drifts, threshold, wi
     assert settled(drifts, threshold, window) is expected
 
 
+@pytest.mark.parametrize("strict", [0.0, 0.5, 1.0])
+def test_masks_settle_and_runs_stop_once_the_keep_ratio_is_reached(strict):
+    settings, position = make(freeze_drift=0.0, freeze_window=1), Position()
+    stage, reached = Stage(strict, True, True, False, False), strict == 1.0
+    note_drift_(position, stage, settings, drift=0.0)
+    assert position.freeze_next == reached
+    assert may_stop(stage, settings, frozen=True) == reached
+    assert not may_stop(stage, settings, frozen=False)
+    assert may_stop(stage, make(freeze_iteration=0), frozen=False) == reached
+
+
 @pytest.mark.parametrize(
     ("rate", "alpha", "least", "left", "wanted"),
     [
@@ -126,6 +139,13 @@ def work_of(settings, steps, done=0, iteration=1):
         state=SimpleNamespace(position=position, frozen=False, mask=None),
         heartbeat=SimpleNamespace(),
     )
+
+
+def test_more_ranks_have_a_rate_so_many_times_as_high():
+    settings = make(outer_iterations=8, lr_schedule="cosine")
+    context = work_of(settings, 4, done=12)
+    context.problem.lr_scale, context.state.position.step = 4.0, 1
+    assert rate_now(context) == 4 * rate_at(settings, 13, 32)
 
 
 def lengths(settings, steps):
@@ -193,6 +213,15 @@ def test_an_exchange_runs_behind_as_many_steps_of_a_round_of_any_length():
     )
     context = work_of(settings, 4)
     assert (local_steps(context), steps_behind(context)) == (36, 1)
+
+
+def test_rounds_after_the_freeze_have_their_own_steps_and_no_smaller_share_behind():
+    behind = {"overlap_steps": 1, "evaluate_every": 4, "residuals": "off"}
+    settings = make(local_steps=3, frozen_local_steps=2, **behind)
+    context = work_of(settings, 3)
+    assert (local_steps(context), steps_behind(context)) == (3, 1)
+    context.state.frozen = True
+    assert (local_steps(context), steps_behind(context)) == (2, 1)
 
 
 COMMON = {"dataset": "synthetic", "train_samples": 64, "test_samples": 16, "lr": 0.05}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import COMMON, CPU, assert_alike_on_all_ranks, make_context, run_driver, wire_of
+from driving import COMMON, CPU, STEPS, assert_alike_on_all_ranks, make_context, run_driver, wire_of
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from torch import nn
@@ -113,6 +113,11 @@ def test_smoothed_labels_are_trained_on_and_not_measured_by():
     by_hand = -(shares * outputs.log_softmax(1)).sum(1).mean()
     assert float(objective(outputs, labels)) == pytest.approx(float(by_hand), rel=1e-6)
     assert float(loss(outputs, labels)) == float(F.cross_entropy(outputs, labels))
+    context = make_context(make(method="dense", batch_size=BATCH), plain_net(), Batches(0))
+    problem = replace(context.problem, loss=loss, objective=objective)
+    images, labels = problem.train.next()
+    wanted = objective(problem.model(images), labels)
+    assert torch.equal(forward_backward(replace(context, problem=problem), None), wanted)
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.3, 1.0)])
@@ -214,8 +219,11 @@ class Flare:
 def test_statistics_of_a_step_that_overflows_are_undone(changes):
     settings = make(amp="fp16", **{**COMMON, **changes})
     with nodes_of(2) as topology:
-        stream = Flare(WORLD.rank, 3 if WORLD.rank == WORLD.size - 1 else 0)
-        for _, state in run_driver(topology, settings, new_net(torch.float32), stream):
+        flares = WORLD.rank == WORLD.size - 1
+        stream = Flare(WORLD.rank, STEPS if flares else 0)
+        for record, state in run_driver(topology, settings, new_net(torch.float32), stream):
+            # The loss of that step is not counted.
+            assert int(state.losses[1]) == STEPS - (flares and record["iteration"] == 1)
             for module in state.bn_modules:
                 assert module.running_mean.isfinite().all()
                 assert module.running_var.isfinite().all()

@@ -1,5 +1,7 @@
 """Sums in fewer bits over the leaders, against the same in NumPy and by hand."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -169,6 +171,21 @@ def test_sums_reach_everyone(up, down, monkeypatch):
         assert torch.equal(found, wanted)
         assert_alike_on_all_ranks(found)
         assert wire.traffic.payload == bytes_handed_over(NUMEL, WORLD.size, up, down)
+
+
+def test_sums_of_many_workers_need_16_bits():
+    """100 workers, all of whose numbers are 3."""
+    wire = SimpleNamespace(
+        comm=SimpleNamespace(size=100),
+        deal_=lambda mine, received: received.copy_(mine),
+        gather_=lambda mine, everyone: everyone.copy_(mine),
+    )
+    space = allocate_counts(wire, torch.empty(NUMEL), 2, 16)
+    space["numbers"].fill_(3)
+    sums = sum_numbers_(wire, space, 2)
+    # As lists: a byte would be compared with 300 modulo 256.
+    assert not space["to_all"] and set(sums.view(-1).tolist()) == {300}
+    assert set(spread_(wire, space, sums, 16).view(-1).tolist()) == {300}
 
 
 def test_bytes_by_hand():

@@ -23,13 +23,15 @@ from prunex_mpi.data import datasets
 from prunex_mpi.data.datasets import Dataset, Part
 from prunex_mpi.data.decoding import Access
 from prunex_mpi.data.images import to_rgb
+from prunex_mpi.settings.fields import SHARED
 
 WHOLE = Part(0, 1)
+DATASETS = SHARED["dataset"].metadata["choices"]
 
 
 def load(name: str, size: int = 0, part: Part = WHOLE, data_dir: str = "x", **ways: Any) -> Dataset:
     return datasets.load(
-        name if name in datasets.DATASETS or ":" in name else f"own_data:{name}",
+        name if name in DATASETS or ":" in name else f"own_data:{name}",
         data_dir=data_dir,
         access=Access(**{"workers": 3, **ways}),
         train_samples=0,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from driving import wire_of
 from jobs import run_folder, run_job_here
-from nodes import NODE_SHAPES, WORLD, nodes_of
+from nodes import NODE_SHAPES, WORLD, nodes_of, numbers, total
 from places import BUFFERS, DEVICE
 from safetensors.torch import load_file
 from small_runs import COMMON
@@ -56,17 +56,6 @@ def _settled():
 
 def transport(bucket_mib=BUCKET_MIB):
     return build_transport(DEVICE, bucket_mib, BUFFERS)
-
-
-def numbers(rank, size, dtype):
-    """Return what a rank holds: small integers, so that every order of summation is exact."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, 32, (size,), generator=generator).to(dtype)
-
-
-def total(size, dtype):
-    everyone = [numbers(rank, size, dtype) for rank in range(WORLD.size)]
-    return torch.stack(everyone).sum(0).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", MPI_TYPES)

@@ -77,7 +77,8 @@ def make_context(settings, model, stream, steps=STEPS, loss=F.cross_entropy, sid
     nothing = Shard(torch.empty(0), torch.empty(0))
     # Without code in C++, which takes its time: what is seen is whether it follows the model.
     forward = torch.compile(model, backend="aot_eager") if settings.compile else model
-    problem = Problem(model, forward, loss, stream, nothing, None, iter, steps, *torch.zeros(2, 3))
+    feed = stream, nothing, None, iter, steps
+    problem = Problem(model, forward, loss, loss, *feed, *torch.zeros(2, 3))
     return RunContext(state, problem, settings, SMALL_BUCKETS, Heartbeat())
 
 

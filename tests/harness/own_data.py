@@ -11,6 +11,7 @@ from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from prunex_mpi.data.datasets import Part, load
+from prunex_mpi.data.decoding import Access
 from prunex_mpi.data.sources import FIXED_SEED
 
 
@@ -31,7 +32,7 @@ class Own(Dataset):
 def digits_again(data_dir: str, train: bool) -> Own:
     """The images of `--dataset digits`, as grey pictures in its order."""
     ways = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 0}
-    whole = load("digits", data_dir="", part=Part(0, 1), **ways)
+    whole = load("digits", data_dir="", access=Access(), part=Part(0, 1), **ways)
     # The permutation by the seed, undone.
     half = whole.train if train else whole.test
     seed = 0 if train else FIXED_SEED

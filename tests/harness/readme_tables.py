@@ -34,8 +34,8 @@ from mpi4py import MPI
 from prunex_mpi.base.units import MIB
 from prunex_mpi.research.compare.comparison_tables import (
     LINKS,
+    places_of,
     quality_names,
-    ranks_of,
     seconds_at,
 )
 from prunex_mpi.research.compare.outcomes import (
@@ -161,7 +161,7 @@ def _per_step(found: Comparison) -> dict[str, tuple[float, float, int]]:
 
 def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, str]:
     """Return the tables of a comparison, and of it at the pace of `times`, as Markdown, by name."""
-    places = ranks_of(found)
+    places = places_of(found)
     runs_of = by_row(found.outcomes)
     rows = [
         (name, str(places.get(name, "-")), *_cells(runs_of[name]), f"{runs_of[name][0].lr:g}")

@@ -51,6 +51,7 @@ SCENARIOS = {
         penalty="ramp",
         weight_decay=0.05,
         weight_decay_on="weights",
+        clip_grad=0.3,
     ),
     "recipe-shape-outer": {**RECIPE, "groups": ("shape",), "node_sync": "outer"},
     "paper": PAPER,
@@ -79,7 +80,9 @@ BEHIND = {"evaluate_every": 100, "residuals": "off", "overlap_steps": 1}
 UNION = {**PAPER, "penalty": "fixed", "residuals": "off", "eps_abs": 0.0, "eps_rel": 0.0}
 SCENARIOS |= {
     "recipe-behind": {**RECIPE, **BEHIND},
-    "recipe-admm-int4-behind": {**COUPLED, **BEHIND, "after_freeze": "admm", "payload": "int4"},
+    "recipe-admm-int4-behind": dict(
+        {**COUPLED, **BEHIND}, after_freeze="admm", payload="int4", penalty="ramp"
+    ),
     "recipe-int4-all-behind": {**COUPLED, **BEHIND, "payload": "int4", "overlap_steps": STEPS},
     "union-int8": {**UNION, "payload": "int8"},
     "union-int4-behind": {**UNION, **BEHIND, "groups": ("coupled",), "payload": "int4"},

@@ -6,6 +6,8 @@ from driving import COMMON, make_context, run_driver, wire_of
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 
+from mpi4py import MPI
+
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.methods import lion
@@ -18,25 +20,30 @@ def work_of(**changes: object) -> RunContext:
     return make_context(settings, new_net(), RandomStream(0, torch.float64))
 
 
-def test_votes_by_hand(monkeypatch):
+@pytest.mark.parametrize("workers", range(1, WORLD.size + 1))
+def test_votes_by_hand(workers, monkeypatch):
     """Gradients and momenta of halves; beta1 1/2 and beta2 3/4 are exact."""
+    comm = WORLD.Split(0 if WORLD.rank < workers else MPI.UNDEFINED, key=WORLD.rank)
+    if comm == MPI.COMM_NULL:
+        return
     monkeypatch.setattr(lion, "BETA1", 0.5)
     monkeypatch.setattr(lion, "BETA2", 0.75)
-    context, wire = work_of(), wire_of(WORLD)
+    context, wire = work_of(), wire_of(comm)
     space = lion.allocate(wire, context)
     grad, momentum = context.state.grad, context.state.memory["own.momentum"]
     momentum.zero_()
     grad.zero_()
     # All for, the first against all others, the momentum against the gradient, half of them.
     momentum[2] = -4.0
-    half = WORLD.rank < WORLD.size / 2
+    half = WORLD.rank < workers / 2
     grad[:4] = torch.tensor([2.0, -2.0 if WORLD.rank == 0 else 2.0, 2.0, 2.0 if half else -2.0])
     lion.exchange_(wire, space, context)
-    second = {1: -1, 2: 0, 3: 1, 4: 1}[WORLD.size]
-    fourth = 1 if WORLD.size % 2 else 0
+    second = {1: -1, 2: 0, 3: 1, 4: 1}[workers]
+    fourth = 1 if workers % 2 else 0
     assert grad[:4].tolist() == [1, second, -1, fourth]
     assert momentum[:3].tolist() == [0.5, -0.5 if WORLD.rank == 0 else 0.5, -2.5]
     assert set(grad.tolist()) <= {-1, 0, 1}
+    comm.Free()
 
 
 def test_parameters_without_a_gradient_go_nowhere_in_two_steps():

@@ -130,7 +130,8 @@ def test_waiting_for_the_gradients_of_the_node_is_no_local_work(method, monkeypa
             real(requests)
 
     monkeypatch.setattr(MPI, "Request", Slow)
-    settings = make(method=method, **COMMON)
+    # In the first outer iteration the nodes wait for more than gradients.
+    settings = make(method=method, **{**COMMON, "outer_iterations": 2})
     with nodes_of(WORLD.size) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
         for record, _ in run_driver(topology, settings, new_net(), stream, STEPS):

@@ -138,7 +138,8 @@ def test_dense_is_the_optimizer_on_the_large_batch(aggregation, optimizer):
     model = nn.Sequential(*layers).double()
     alone = copy.deepcopy(model)
     changes = {**COMMON, "method": "dense", "aggregation": aggregation, "optimizer": optimizer}
-    settings = make(**changes, **OF_WEIGHTS)
+    changes |= {"beta2": 0.99} if optimizer == "adamw" else {}
+    settings = make(**changes, **OF_WEIGHTS, clip_grad=0.1)
     with nodes_of(3) as topology:
         stream = Shares(WORLD.rank, WORLD.size, torch.float64)
         for _, state in run_driver(topology, settings, model, stream):
@@ -146,7 +147,7 @@ def test_dense_is_the_optimizer_on_the_large_batch(aggregation, optimizer):
     whole = RandomStream(99, torch.float64)
     kinds = {
         "sgd": partial(torch.optim.SGD, momentum=0.9),
-        "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.999)),
+        "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.99)),
     }
     matrices = [p for p in alone.parameters() if p.dim() > 1]
     vectors = [p for p in alone.parameters() if p.dim() == 1]
@@ -156,6 +157,7 @@ def test_dense_is_the_optimizer_on_the_large_batch(aggregation, optimizer):
         images, labels = whole.next()
         steps.zero_grad()
         F.cross_entropy(alone(images), labels).backward()
+        assert nn.utils.clip_grad_norm_(alone.parameters(), 0.1) > 0.1
         steps.step()
     assert difference(found, {n: p.detach() for n, p in alone.named_parameters()}) < 1e-11
 

@@ -114,7 +114,6 @@ def test_unknown_name_gets_the_nearest_one():
         ("resnet20", "imagenet"),
         ("vit_tiny", "imagenet"),
         ("vgg19_small", "cifar"),
-        ("resnet18", "tiny"),
     ],
 )
 def test_a_stem_that_does_not_fit_is_refused(name, stem):

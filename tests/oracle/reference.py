@@ -219,6 +219,14 @@ def batch_loss(model, start, stream, optimizer, loss_fn, number):
     return loss_fn(model(images), labels)
 
 
+def clip_(model, limit, mask):
+    """Scale the gradient that is left on the mask down to the norm `limit`, if it is longer."""
+    for n, p in parameters(model).items():
+        if n in mask:
+            p.grad *= mask[n]
+    nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
 def moments(module):
     """Return the running mean and second moment [2, channels]."""
     mean = module.running_mean
@@ -360,6 +368,8 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 found = gates_of(parameters(r.model), s.sets)
                 mine[:] = [m + g**2 for m, g in zip(mine, found, strict=True)]
             for j, r in enumerate(ranks):
+                if s.clip_grad:
+                    clip_(r.model, s.clip_grad, mask if frozen else {})
                 for n, p in parameters(r.model).items():
                     shrinks = (s.weight_decay_in == "theta" or sgd_only) and decays(p, s)
                     if shrinks and s.optimizer == "sgd":

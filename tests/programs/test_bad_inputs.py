@@ -89,11 +89,11 @@ class Ended:
 def kept_alive() -> Iterator[None]:
     """Turn an abort of the job into a failure of the test."""
 
-    def end_job(_world: object) -> None:
+    def abort_job(_world: object) -> None:
         raise AssertionError("the program aborted the job")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "end_job", end_job)
+        patch.setattr(program, "abort_job", abort_job)
         yield
 
 

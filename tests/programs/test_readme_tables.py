@@ -3,14 +3,14 @@
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 import readme_tables
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.research.compare.outcomes import Comparison, Measured, Outcome, to_dict
+from prunex_mpi.research.compare.outcomes import Comparison, Measured, Outcome
 
 
 def ran(accuracy: float, mib: int, left: int) -> Measured:
@@ -39,7 +39,7 @@ def results(tmp_path: Path) -> Path:
     )
     (tmp_path / "results").mkdir()
     file = tmp_path / "results" / "a.json"
-    file.write_text(json.dumps({"comparison": to_dict(found)}))
+    file.write_text(json.dumps({"comparison": asdict(found)}))
     return tmp_path
 
 

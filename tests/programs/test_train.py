@@ -16,14 +16,10 @@ from safetensors.torch import load_file
 
 from mpi4py import MPI
 
+from prunex_mpi.base.files import tomllib
 from prunex_mpi.base.record_keys import RESIDUALS
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 pytestmark = pytest.mark.jobs
 

@@ -67,7 +67,7 @@ def grouped(model: nn.Module, budget: str = "", ratio: float = 0.5):
     coupling = find_coupling(model, Images(SIDE))
     groups = find_groups(model, layout, ("coupled",), (ratio,), coupling=coupling)
     if budget:
-        groups = with_budget(groups, layout, budget)
+        groups = with_budget(groups, layout, budget, 1, 0.0)
     return layout, replace(groups, by_gate=True), coupling
 
 

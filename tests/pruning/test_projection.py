@@ -355,7 +355,7 @@ def coupled_groups(
     coupling = find_coupling(model, Images(8))
     groups = find_groups(model, layout, ["coupled"], [ratio], coupling=coupling)
     if keep_by != "groups":
-        groups = with_budget(groups, layout, keep_by, floor=floor)
+        groups = with_budget(groups, layout, keep_by, 1, floor)
     return model, layout, groups
 
 
@@ -407,7 +407,8 @@ def test_a_coupled_score_is_the_mean_share_of_its_tensors(monkeypatch):
 @pytest.mark.parametrize("keep_by", ["parameters", "multiply-adds"])
 @pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("round_to", [1, 2])
-def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, round_to):
+@pytest.mark.parametrize("strictness", [0.0, 0.5, 1.0])
+def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, round_to, strictness):
     _, layout, groups = coupled_groups(ratio, keep_by)
     # Of one image of 8x8: the stem at 6x6 positions, 1x1 at 6x6, depthwise at 4x4.
     prices = {"stem.weight": 36, "wide.weight": 36, "depth.weight": 16, "fc.weight": 1}
@@ -420,11 +421,14 @@ def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, round_
         views = zip((s.name for s in layout.segments), layout.views(flat), strict=True)
         return sum(prices.get(name, 0) * float(view.sum()) for name, view in views)
 
-    limit = ratio * cost(np.ones(groups.total, dtype=bool))
+    everything = cost(np.ones(groups.total, dtype=bool))
+    # On the ramp part of what is to go in the end.
+    limit = everything - strictness * (everything - ratio * everything)
     for seed in range(20):
         scores = np.random.default_rng(seed).random(groups.total)
-        mask = select(scores, groups.kinds[0], 1.0, round_to, groups)
+        mask = select(scores, groups.kinds[0], strictness, round_to, groups)
         assert cost(mask) <= limit
+        assert mask.all() == (strictness == 0)
         for s in groups.kinds[0]:
             kept = mask[s.start : s.stop]
             assert kept.any() and kept.sum() % round_to == 0
@@ -435,7 +439,7 @@ def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, round_
         best = np.argmax(np.where(mask, -1, scores))
         larger = mask.copy()
         larger[best] = True
-        assert round_to > 1 or cost(larger) > limit
+        assert mask.all() or round_to > 1 or cost(larger) > limit
 
 
 def test_rounding_counts_channels_not_heads():

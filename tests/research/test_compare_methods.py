@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +17,7 @@ from image_folders import write_folder
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.files import tomllib
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text
@@ -30,16 +31,10 @@ from prunex_mpi.models.layout import Layout, Segment, build_layout
 from prunex_mpi.research.compare import compare_methods, kept_runs, run_rows
 from prunex_mpi.research.compare.compare_methods import compare, machine_of, title_of
 from prunex_mpi.research.compare.compare_options import parse
-from prunex_mpi.research.compare.outcomes import Point, Quality, at_chance, to_dict
+from prunex_mpi.research.compare.outcomes import Outcome, Point, Quality, at_chance
 from prunex_mpi.research.compare.run_rows import count_zeros, curve_of, operations, split_seconds
 from prunex_mpi.tools import evaluate_options
 from prunex_mpi.tools.evaluate_network import evaluate
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 WORLD = MPI.COMM_WORLD
 
@@ -625,10 +620,30 @@ def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):
 def test_what_can_not_be_written_is_refused_before_anything_runs(tmp_path):
     place = broadcast_text(WORLD, str(tmp_path))
     if WORLD.rank == 0:
-        whole = {"comparison": to_dict(comparison(outcomes("dense")))}
+        whole = {"comparison": asdict(comparison(outcomes("dense")))}
         (tmp_path / "tables.json").write_text(json.dumps(whole), encoding="utf-8")
     WORLD.Barrier()
     nowhere = f"--json={place}/nowhere/x.json"
     for flags in (["--methods=dense"], [f"--from={place}/tables.json"]):
         with pytest.raises(UserError, match=r"--json .*No such file"):
             compare(WORLD, parse([*flags, nowhere]))
+
+
+def test_what_one_run_could_not_read_fails_no_other_run(monkeypatch):
+    reader = SimpleNamespace(error=None)
+
+    def run_one(bench, settings, dataset, row, path, timed) -> Outcome:
+        if reader.error is not None:
+            raise reader.error
+        reader.error = UserError("x.png: Input/output error")
+        return Outcome(row, settings.seed, settings.lr, None, "")
+
+    monkeypatch.setattr(run_rows, "run_one", run_one)
+    bench = SimpleNamespace(
+        options=SimpleNamespace(folder=""),
+        topology=SimpleNamespace(world=MPI.COMM_SELF),
+        revealed=False,
+    )
+    data, row = SimpleNamespace(reader=reader), SimpleNamespace(name="dense")
+    found = [run_rows.train(bench, row, make(), {}, data, "dense-0") for _ in range(2)]
+    assert not any(run.failed for run in found)

@@ -1,6 +1,6 @@
 """The tables and the curves of a comparison."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from prunex_mpi.research.compare.comparison_tables import (
     target_table,
     tuning_table,
 )
-from prunex_mpi.research.compare.outcomes import Outcome, Point, Quality, Tuning, to_dict
+from prunex_mpi.research.compare.outcomes import Outcome, Point, Quality, Tuning
 from prunex_mpi.tools.drawing import styled
 from prunex_mpi.tools.report.comparisons import (
     MOST_CURVES_DRAWN,
@@ -27,7 +27,7 @@ from prunex_mpi.tools.report.comparisons import (
     lead,
     pictures_of,
     problem_of,
-    read_comparison,
+    read_compared,
 )
 
 
@@ -151,27 +151,27 @@ def test_a_course_is_the_mean_over_seeds():
     other = replace(RAN, curve=(first, replace(second, accuracy=0.7)))
     runs = [Outcome("dense", 0, 0.1, RAN), Outcome("dense", 1, 0.1, other)]
     found = [*runs, Outcome("topk", 0, 0.1, None, "why")]
-    (curve,) = curves_of(list(map(to_dict, found)), ACCURACY)
+    (curve,) = curves_of(list(map(asdict, found)), ACCURACY)
     assert (curve.row, curve.sent_mib, curve.seconds) == ("dense", (0.5, 1), (3, 7))
     assert curve.values == pytest.approx((25, 60))
     assert curve.spread == pytest.approx(200**0.5)
     # One was evaluated less often: what both have is drawn.
     shorter = replace(runs[1], measured=replace(other, curve=other.curve[1:]))
-    (ends,) = curves_of([to_dict(runs[0]), to_dict(shorter)], ACCURACY)
+    (ends,) = curves_of([asdict(runs[0]), asdict(shorter)], ACCURACY)
     assert (ends.sent_mib, ends.values) == ((1,), pytest.approx((60,)))
     # A mean of those that ended says of how many.
     lost = Outcome("dense", 2, 0.1, None, "failed: no room", failed=True)
-    (some,) = curves_of([*map(to_dict, runs), to_dict(lost)], ACCURACY)
+    (some,) = curves_of([*map(asdict, runs), asdict(lost)], ACCURACY)
     assert (curve.label, some.label) == ("dense", "dense (2 of 3 seeds)")
-    assert problem_of(to_dict(lost)) == "dense, seed 2, failed: no room"
+    assert problem_of(asdict(lost)) == "dense, seed 2, failed: no room"
 
 
 def compared(folder: Path, runs: list[Outcome], **more: object) -> Compared:
     """Return what a page reads of a comparison of these runs."""
     found = comparison(runs, **more)
-    whole = as_json({}, tables_of(found)) | {"comparison": to_dict(found)}
+    whole = as_json({}, tables_of(found)) | {"comparison": asdict(found)}
     write_json(folder / "found.json", whole)
-    return read_comparison(folder / "found.json")
+    return read_compared(folder / "found.json")
 
 
 def test_what_has_no_accuracy_is_drawn_by_its_loss_the_lowest_first(tmp_path):

@@ -306,14 +306,15 @@ def new_run(
     layout = build_layout(model)
     transport = build_transport(torch.device("cpu"), 2**-10, "host")
     dataset = load_dataset(topology, settings)
-    problem = build_problem(topology, settings, dataset, model, torch.device("cpu"), transport)
+    heartbeat, device = Heartbeat(), torch.device("cpu")
+    problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     groups = make_groups(settings, model, layout, Images(dataset.image_size))
     state = build_state(model, layout, groups, settings)
     state.memory |= memory_of(settings, layout, state.theta) | memory_of_ema(settings, state)
     state.memory |= memory_of_scores(settings, state)
     wanted = settings.overlap_steps != 0
     behind = HELPERS.enter_context(exchanging_behind(topology, wanted, transport))
-    context = RunContext(state, problem, settings, transport, Heartbeat(), behind=behind)
+    context = RunContext(state, problem, settings, transport, heartbeat, behind=behind)
     return Run(topology, context)
 
 
@@ -821,6 +822,21 @@ def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario, changes):
                 assert not second.state.z[after["shared.pruned"]].any()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_what_pactrain_prunes_in_an_outer_iteration_that_a_run_leaves_stays_pruned_elsewhere():
+    with run_directory() as files:
+        with nodes_of(2) as topology:
+            first = new_run(topology, "pactrain", **ADAPTIVE)
+            list(first.iterate(StopsAt(2)))
+            first.save(files)
+        with nodes_of(3 if WORLD.size > 2 else 1) as topology:
+            second = new_run(topology, "pactrain", **ADAPTIVE)
+            assert second.restore(files).other_nodes
+            pruned = second.state.memory["shared.pruned"]
+            assert second.state.frozen and pruned.any()
+            assert not second.state.theta[pruned].any()
+
+
 def test_a_checkpoint_brings_back_channels_that_went_after_it():
     """A network that becomes smaller is built as it was, larger or smaller than it is now."""
     with nodes_of(2) as topology, run_directory() as files:
@@ -958,8 +974,7 @@ def test_a_rank_that_cannot_write_ends_all_and_leaves_the_last(monkeypatch):
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_a_slow_disk_of_one_rank_is_no_standstill(ranks_per_node, monkeypatch):
+def test_a_slow_disk_of_one_rank_is_no_standstill(monkeypatch):
     """Writing and reading take long on the last rank; all go on meanwhile."""
     slow = WORLD.rank == WORLD.size - 1
     monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1024)
@@ -985,11 +1000,12 @@ def test_a_slow_disk_of_one_rank_is_no_standstill(ranks_per_node, monkeypatch):
         monkeypatch.setattr(os, "fsync", slow_sync)
         heartbeat.check(lambda: run.save(files))
         monkeypatch.setattr(os, "fsync", fsync)
-        with nodes_of(ranks_per_node) as mine:
-            second = new_run(mine, "recipe")
-            second.context = replace(second.context, heartbeat=heartbeat)
-            monkeypatch.setattr(checkpoint_files, "read_record", slow_record)
-            heartbeat.check(lambda: second.restore(files))
+        monkeypatch.setattr(checkpoint_files, "read_record", slow_record)
+        for ranks_per_node in (1, 2):
+            with nodes_of(ranks_per_node) as mine:
+                second = new_run(mine, "recipe")
+                second.context = replace(second.context, heartbeat=heartbeat)
+                heartbeat.check(lambda run=second: run.restore(files))
 
 
 @pytest.mark.two_ranks

@@ -157,7 +157,7 @@ def test_numbers_have_the_names_of_their_places():
         "residuals": {"intra_dual": None},
         "lr": 0.25,
     }
-    assert dict(scalars(record)) == {
+    assert scalars(record) == {
         "seconds/local": 1.5,
         "seconds/total": 2.0,
         "frozen": 1.0,
@@ -181,7 +181,7 @@ def test_a_run_shows_its_metrics(tmp_path):
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     wanted: dict[str, list[tuple[int, float]]] = {}
     for record in map(json.loads, lines):
-        for name, value in scalars(record):
+        for name, value in scalars(record).items():
             wanted.setdefault(name, []).append((record["iteration"], value))
     found = shown(tmp_path / "run")
     assert found.keys() == wanted.keys()

@@ -101,6 +101,7 @@ def test_a_part_of_the_ranks_can_train():
         ({"dataset": "cifar10"}, {}, "dataset means nothing to a run from Python"),
         ({"trace": True}, {}, "trace means nothing to a run from Python"),
         ({"local_steps": "auto"}, {}, "local-steps auto takes a trial"),
+        ({"preset": "thin", "local_steps": 4}, {}, "overlap-steps auto takes a trial"),
         ({"mixup": 0.2}, {}, "mixup and cutmix are for cross-entropy"),
         ({}, {"images": torch.zeros(4, 3, 8, 8)}, r"images must be uint8 .*, not float32"),
         ({}, {"images": torch.zeros(4, 1, 8, 8).byte()}, r"not uint8 \[4, 1, 8, 8\]"),

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.files import tomllib
 from prunex_mpi.base.logs import log
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import flat_values, make, resumed, with_overrides
@@ -34,11 +34,6 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.run import pretrained
 from prunex_mpi.run.pretrained import INITIAL, evaluate_initial
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 pytestmark = pytest.mark.any_mpi
 MODEL = "resnet8-w4"
@@ -163,7 +158,7 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended():
         # Another run begins with what this one delivered, and sees images as it did.
         model = build_model(MODEL, Images(8, 10))
         settings = make(model=MODEL, init_from=str(folder / "run"))
-        found = pretrained.load_initial_(WORLD, settings, model, Images(8))
+        found = pretrained.load_initial_(WORLD, settings, model, Images(8), (), lambda: None)
         assert found.image_mean == pytest.approx((0.3,) * 3)
         assert found.image_std == pytest.approx((0.4,) * 3)
         taken = [torch.equal(t, weights[k]) for k, t in model.state_dict().items()]
@@ -181,7 +176,8 @@ def test_the_classes_of_another_run_are_compared_by_name(tmp_path, caplog):
     caplog.set_level(logging.INFO, log.name)
     for names, anew in (((), 0), (("ant", "bee"), 0), (("bee", "ant"), 1)):
         caplog.clear()
-        pretrained.load_initial_(MPI.COMM_SELF, settings, model, Images(8), names)
+        given = MPI.COMM_SELF, settings, model, Images(8), names
+        pretrained.load_initial_(*given, lambda: None)
         assert caplog.text.count("has other classes than the data: layer") == anew
 
 
@@ -194,8 +190,9 @@ def test_a_run_that_made_its_network_smaller_says_so(tmp_path):
     for name, word in (("resnet8", "became smaller"), ("resnet8-w4", "")):
         model = build_model(name, Images(8, 10))
         settings = make(init_from=str(tmp_path), model=name)
+        given = MPI.COMM_SELF, settings, model, Images(8), ()
         with pytest.raises(UserError, match=word) if word else nullcontext():
-            pretrained.load_initial_(MPI.COMM_SELF, settings, model, Images(8))
+            pretrained.load_initial_(*given, lambda: None)
 
 
 def test_what_the_run_filled_in_is_no_difference_and_all_else_is():

@@ -18,7 +18,7 @@ from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd
 from prunex_mpi.run import supervision
-from prunex_mpi.run.kept import Kept, begin, keep, put_back, set_aside
+from prunex_mpi.run.kept import Kept, begin, keep, put_back, take_work_out
 
 pytestmark = [
     pytest.mark.mpi,
@@ -63,7 +63,7 @@ def train_until_lost(topology, case, monkeypatch):
         for _ in run.iterate():
             keep(topology, FILES, run.context, kept)
     monkeypatch.undo()
-    set_aside(kept)
+    take_work_out(kept)
     kept.lost_at = time.time()
     return kept
 
@@ -185,7 +185,7 @@ def test_exchanges_behind_the_steps_in_parts_and_at_each_leave_nothing_of_its_ow
         run.state.position.step = 2
         run.context.heartbeat.enter("local")
         kept = Kept(run.settings, context=run.context, work=SimpleNamespace())
-        set_aside(kept)
+        take_work_out(kept)
         assert kept.work is None
 
 

@@ -1,7 +1,6 @@
 """Runs that become longer than they were to be."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,13 @@ from nodes import WORLD
 from small_runs import COMMON, PRUNING
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.files import tomllib
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.run import supervision
 from prunex_mpi.run.directory import RunDirectory, same_run
 from prunex_mpi.run.start import other_length
 from prunex_mpi.settings.fields import Settings
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 

@@ -17,7 +17,7 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.cli import parse as resume
 from prunex_mpi.config.resolve import make
-from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.run.finished_run import read_finished_run
 from prunex_mpi.tools.evaluate_network import evaluate
 from prunex_mpi.tools.evaluate_options import parse
 
@@ -54,7 +54,7 @@ def test_own_digits_train_what_the_built_in_ones_train():
         if WORLD.rank == 0:
             names = again["dataset"], "odd_models:small"
             built_in, own = (
-                read_run(folder / name, given=names).test for name in ("plain", "stream")
+                read_finished_run(folder / name, given=names).test for name in ("plain", "stream")
             )
             assert torch.equal(built_in.images, own.images[:])
             assert torch.equal(built_in.labels, own.labels)

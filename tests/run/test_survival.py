@@ -16,7 +16,7 @@ from launch import LIMIT_S, environment, launcher, repeatable_metrics, train
 
 from prunex_mpi.base.logs import log
 from prunex_mpi.config.resolve import make
-from prunex_mpi.run.kept import Kept, Loss, tell
+from prunex_mpi.run.kept import Kept, LostNodes, tell
 
 FAULTY = str(Path(__file__).parents[1] / "harness" / "faulty.py")
 ITERATIONS = 8
@@ -80,13 +80,15 @@ def assert_whole(run: Path) -> None:
     assert [json.loads(line)["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
 
 
-def kill_rank(run: Path, rank: int, job: subprocess.Popen[str]) -> None:
-    """Kill a rank of a job that trains."""
+def kill_rank(
+    run: Path, rank: int, job: subprocess.Popen[str], number: int = signal.SIGKILL
+) -> None:
+    """Kill a rank of a job that trains, or send it the signal `number`."""
     record, end = run / f"heartbeats/rank-{rank:05}", time.monotonic() + LIMIT_S / 2
     while not ((run / "metrics.jsonl").exists() and record.exists()):
         assert time.monotonic() < end and job.poll() is None
         time.sleep(0.05)
-    os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+    os.kill(json.loads(record.read_text())["pid"], number)
 
 
 @pytest.mark.jobs
@@ -137,7 +139,7 @@ def test_a_run_that_is_over_is_not_begun_anew(fault, tmp_path):
 def test_a_line_says_what_is_lost_with_a_node(apart, memory, caplog):
     state = SimpleNamespace(memory=dict.fromkeys(memory), position=SimpleNamespace(iteration=3))
     problem = SimpleNamespace(train=SimpleNamespace(batch_size=8))
-    kept = Kept(make(), loss=Loss((1,), (2, 3)), apart=apart)
+    kept = Kept(make(), loss=LostNodes((1,), (2, 3)), apart=apart)
     topology = SimpleNamespace(world_size=2, num_nodes=1)
     with caplog.at_level("INFO", log.name):
         tell(topology, None, SimpleNamespace(state=state, problem=problem), kept)
@@ -202,6 +204,21 @@ def test_below_the_least_number_of_nodes_it_ends_with_a_checkpoint(tmp_path):
     flags = ["--run-dir", "run", "--model", "faulty:noisy", "--on-node-loss", "stop"]
     assert train(1, ["--resume", *flags], tmp_path).returncode == 0
     assert_whole(tmp_path / "run")
+
+
+@pytest.mark.jobs
+@pytest.mark.long
+def test_a_node_lost_as_the_time_limit_comes_costs_no_work(tmp_path, monkeypatch):
+    """The others leave with a checkpoint, where a job that has just begun would be refused."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 150))
+    flags = [*SMALL, *CONTINUE, "--outer-iterations", "9000", "--ranks-per-node", "1"]
+    job = start(2, ["-m", "prunex_mpi.train", *flags, "--run-dir", "run"], tmp_path)
+    kill_rank(tmp_path / "run", 1, job)
+    kill_rank(tmp_path / "run", 0, job, signal.SIGUSR1)
+    text, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 75, text
+    assert "node 1 lost: 1 nodes" in text and "stopped by SIGUSR1: go on with" in text
+    assert list((tmp_path / "run/checkpoints").glob("*-iteration-*"))
 
 
 @pytest.mark.jobs

@@ -40,10 +40,12 @@ def test_every_rank_learns_from_the_network_of_a_file(scenario):
     with run_folder() as folder:
         path = WORLD.bcast(save(folder) if WORLD.rank == 0 else None)
         wanted = load_file(path)
-        common = {"model": MODEL, "teacher": path, "distillation_alpha": 1.0}
+        common = {"model": MODEL, "teacher": path}
+        common |= {"distillation_alpha": 1.0, "distillation_tau": 3.0}
         with nodes_of(2) as topology, small_run(topology, scenario, **common) as context:
             problem = context.problem
             assert len(context.settings.teacher_digest) == 64
+            assert (problem.teacher.share, problem.teacher.temperature) == (1.0, 3.0)
             found = problem.teacher.model.state_dict()
             assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
             assert not problem.teacher.model.training

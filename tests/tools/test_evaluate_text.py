@@ -16,11 +16,11 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.resolve import make
 from prunex_mpi.data.text import Windows, join
 from prunex_mpi.models.inputs import Tokens
-from prunex_mpi.run.finished_run import read_run
+from prunex_mpi.run.finished_run import read_finished_run
 from prunex_mpi.tools.evaluate_network import evaluate
 from prunex_mpi.tools.evaluate_options import parse
 from prunex_mpi.tools.evaluate_text import count
-from prunex_mpi.tools.report.read_runs import read_run as read_for_report
+from prunex_mpi.tools.report.read_runs import read_run
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 
@@ -58,8 +58,9 @@ def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(capfd):
         assert told["tokens"] == (len(TEXT) - len(TEXT) * 9 // 10 - 1) // 8 * 8
         if WORLD.rank == 0:
             assert "nats per token" in capfd.readouterr().out
-            assert len(read_run(folder / "run", given=(MODEL,)).test) == told["tokens"] // 8
-            run = read_for_report(folder / "run")
+            finished = read_finished_run(folder / "run", given=(MODEL,))
+            assert len(finished.test) == told["tokens"] // 8
+            run = read_run(folder / "run")
             assert run.final == summary["test_loss"] and run.measure.key == "loss"
         other = write(folder / "other", TEXT + "?" * 50)
         with pytest.raises(UserError, match=r"beyond the vocabulary of the network.*'\?'"):

@@ -187,7 +187,7 @@ def test_a_network_that_became_smaller_in_training_is_exported(own_run, capsys):
     assert ["at", "first", "smaller", "times"] in [line.split() for line in said.splitlines()]
     assert " 748 " in said
     assert f"accuracy {100 * summary['test_accuracy']:.2f} % masked" in said
-    full = finished_run.read_run(own_run, given=("exported_models:net",))
+    full = finished_run.read_finished_run(own_run, given=("exported_models:net",))
     loaded = standalone.load(own_run / "model").double()
     images = torch.rand(5, 3, 8, 8, dtype=torch.float64)
     wanted = full.model.double()(images)

@@ -11,7 +11,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, as_json, format_table
-from prunex_mpi.comm.agreement import run_collectively
+from prunex_mpi.comm.agreement import run_collectively, run_on_first
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.problem import make_groups, make_model
 from prunex_mpi.models.inputs import Images
@@ -43,9 +43,7 @@ def run_sections(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int
     with take_places(world, settings.ranks_per_node, settings.device, options.threads) as place:
         around = place.topology, settings, find_transport(place, settings), place.device
         bench = Bench(*around, heartbeat, options.train_models, options.steps, options.repeat)
-        run_collectively(
-            world, lambda: prepare_file("json", options.json_file) if world.rank == 0 else None
-        )
+        run_on_first(world, lambda: prepare_file(options.json_file))
         heartbeat.enter("model")
         check_possible(bench, sections)
 

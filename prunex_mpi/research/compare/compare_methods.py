@@ -17,7 +17,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import FAILURE
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
-from prunex_mpi.comm.agreement import broadcast_text, require_same, run_collectively
+from prunex_mpi.comm.agreement import broadcast_text, require_same, run_on_first
 from prunex_mpi.config.resolve import FIELDS, defaults
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.diagnosis.facts import recorded_versions
@@ -56,12 +56,12 @@ from prunex_mpi.run.start import (
 def compare(world: MPI.Comm, options: Options) -> int:
     """Compare under the eyes of a watchdog; world rank 0 prints and writes. Collective."""
     if options.sources:
-        run_collectively(world, lambda: show_again(options) if world.rank == 0 else None)
+        run_on_first(world, lambda: show_again(options))
         return 0
     timeout_s = settings_of(options.common, options.rows[0], options.seeds[0]).timeout
     with watched(world, timeout_s) as watchdog:
         found = run_all(world, options, watchdog.heartbeat)
-        run_collectively(world, lambda: show(options, found) if world.rank == 0 else None)
+        run_on_first(world, lambda: show(options, found))
         # Nobody leaves while another may still need the job.
         world.Barrier()
     return FAILURE if any(run.failed for run in found.outcomes) else 0
@@ -87,7 +87,7 @@ def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparis
             kept_runs.require_all(options)
         kept_runs.check_networks(options)
 
-    run_collectively(world, lambda: prepare() if world.rank == 0 else None)
+    run_on_first(world, prepare)
     revealed = read_reveal(world, options)
     first = settings_of(options.common, rows[0], options.seeds[0])
     ranks_per_node = options.common.get("ranks_per_node", 0)

@@ -142,12 +142,11 @@ def parse(argv: Sequence[str]) -> Options:
         if "lr" in given:
             raise UserError("--lr: the rows of a plan have an lr of their own; write it there")
         planned, every, protocol, table = read_plan(path)
-        words = [word for word in argv if ":" in word]
-        check_plan_names(planned, every, words)
+        check_plan_names(planned, every, argv)
     elif "methods" in given:
         methods = given.pop("methods")
         for word in methods:
-            check_method_name(word, "--methods")
+            check_method_name(word)
         refuse_repeated("--methods", methods)
         every, table = rows_of(methods), {"methods": methods}
     rows = _chosen(wanted, every, bool(path))

@@ -1,6 +1,7 @@
 """Show a comparison: tables of what each row reached and cost."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from statistics import mean, stdev
 
@@ -16,7 +17,6 @@ from prunex_mpi.research.compare.outcomes import (
     by_row,
     ended,
     shown,
-    to_dict,
 )
 from prunex_mpi.run.cost import wire_s
 
@@ -30,7 +30,7 @@ def show(options: Options, found: Comparison) -> None:
     tables = tables_of(found, options.targets)
     # First of all: who reads the text through a pipe may close it.
     if options.json_file:
-        whole = as_json(dict(found.machine), tables) | {"comparison": to_dict(found)}
+        whole = as_json(dict(found.machine), tables) | {"comparison": asdict(found)}
         write_json(options.json_file, whole)
     text = "\n\n".join(["\n".join(found.machine.values()), *map(format_table, tables)])
     print(text, flush=True)
@@ -43,7 +43,7 @@ def tables_of(found: Comparison, targets: Sequence[float] = ()) -> list[Table]:
     return [*tables, tuning_table(found)] if found.tunings else tables
 
 
-def ranks_of(found: Comparison) -> dict[str, int]:
+def places_of(found: Comparison) -> dict[str, int]:
     """Return the places of the rows by mean accuracy, or by mean loss where there is none.
 
     Left out are those of which a run diverged or whose trials ended at chance level.
@@ -78,7 +78,7 @@ def _table(title: str, rows: Sequence[Mapping[str, Cell]], notes: Sequence[str])
 
 def results_table(found: Comparison) -> Table:
     """Return the table of quality and cost: a row per method, means over the seeds that ended."""
-    places, rows = ranks_of(found), []
+    places, rows = places_of(found), []
     methods = by_row(found.outcomes)
     dense = _mean(ended(methods.get(BASELINE, [])), lambda m: m.sent_bytes)
     for row, runs in methods.items():

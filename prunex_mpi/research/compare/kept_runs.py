@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,15 @@ from prunex_mpi.base.files import (
     SUMMARY,
     prepare_file,
     telling_disk_errors,
+    tomllib,
     write_json_durably,
 )
-from prunex_mpi.comm.agreement import broadcast_text, run_collectively
+from prunex_mpi.comm.agreement import broadcast_json, run_on_first
 from prunex_mpi.config.resolve import first_difference, from_table, to_toml
 from prunex_mpi.models.trained import digest_of
 from prunex_mpi.research.compare.compare_options import Options
-from prunex_mpi.research.compare.outcomes import Outcome, outcome_from, to_dict
+from prunex_mpi.research.compare.outcomes import Outcome, outcome_from
 from prunex_mpi.research.compare.plan import BY_SEED, Row, name_seed, settings_of
-from prunex_mpi.run.directory import tomllib
 from prunex_mpi.run.pretrained import TORCHVISION
 from prunex_mpi.settings.fields import Settings, key_of
 
@@ -74,7 +75,7 @@ def prepare(options: Options) -> None:
 
     Hours later would be late. Runs that are there already are taken over or refused.
     """
-    prepare_file("json", options.json_file)
+    prepare_file(options.json_file)
     if not options.folder:
         return
     folder = Path(options.folder)
@@ -160,19 +161,19 @@ def find_kept(
     file = Path(folder) / OUTCOMES / f"{name}.json"
 
     def look() -> Outcome | None:
-        found = None if world.rank else _read(file, settings, place)
-        if revealed and found is None and world.rank == 0:
+        found = _read(file, settings, place)
+        if revealed and found is None:
             raise UserError(
                 f"the run {name} is missing in {quote(folder, 250)}, whose plan was revealed: put "
                 "it back, or begin anew with another --dir"
             )
         return found
 
-    found = run_collectively(world, look)
-    text = broadcast_text(world, json.dumps(found and to_dict(found)))
-    if json.loads(text):
-        return outcome_from(json.loads(text))
-    run_collectively(world, lambda: _forget(Path(folder) / name) if world.rank == 0 else None)
+    found = run_on_first(world, look)
+    kept = broadcast_json(world, found and asdict(found))
+    if kept:
+        return outcome_from(kept)
+    run_on_first(world, lambda: _forget(Path(folder) / name))
     return None
 
 
@@ -187,13 +188,9 @@ def keep(
     """Keep the outcome of a run under `name`; raise UserError. Collective on `world`."""
     file = Path(folder) / OUTCOMES / f"{name}.json"
     config = to_toml(settings, {})
-    whole = {"config": config, "place": dict(place), "outcome": to_dict(outcome)}
-
-    def write() -> None:
-        if world.rank == 0:
-            telling_disk_errors(f"the outcome of {name}", lambda: write_json_durably(file, whole))
-
-    run_collectively(world, write)
+    whole = {"config": config, "place": dict(place), "outcome": asdict(outcome)}
+    what = f"the outcome of {name}"
+    run_on_first(world, lambda: telling_disk_errors(what, lambda: write_json_durably(file, whole)))
 
 
 def _read(file: Path, settings: Settings, place: Mapping[str, str]) -> Outcome | None:

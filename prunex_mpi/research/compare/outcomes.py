@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -209,13 +209,8 @@ class Comparison:
     own_length: tuple[str, ...] = ()
 
 
-def to_dict(value: Comparison | Outcome) -> dict[str, Any]:
-    """Return a comparison or an outcome as what JSON holds."""
-    return asdict(value)
-
-
 def outcome_from(found: Mapping[str, Any]) -> Outcome:
-    """Return the outcome that `to_dict` was given; raise KeyError or TypeError otherwise."""
+    """Return the outcome of which `asdict` made this; raise KeyError or TypeError otherwise."""
     measured = found["measured"]
     if measured is not None:
         curve = tuple(Point(**point) for point in measured["curve"])
@@ -225,7 +220,7 @@ def outcome_from(found: Mapping[str, Any]) -> Outcome:
 
 
 def comparison_from(found: Mapping[str, Any]) -> Comparison:
-    """Return the comparison that `to_dict` was given; raise KeyError or TypeError otherwise."""
+    """Return the comparison of which `asdict` made this; raise KeyError or TypeError otherwise."""
     tunings = tuple(
         Tuning(**{**tuning, "runs": tuple(map(outcome_from, tuning["runs"]))})
         for tuning in found["tunings"]
@@ -282,7 +277,7 @@ def join(parts: Sequence[Comparison]) -> Comparison:
     )
     try:
         require_same_work(outcomes, joined.own_length)
-    except (RuntimeError, UserError) as error:
+    except UserError as error:
         raise UserError(f"--from: {error}") from None
     return joined
 
@@ -345,5 +340,3 @@ def require_same_work(outcomes: Sequence[Outcome], apart: Collection[str] = ()) 
             f"rows were not trained on the same number of samples ({counts}); change steps or "
             "batch-size, or give one own-length = true"
         )
-    if any(m.extra_samples < 0 for m in measured.values()):
-        raise RuntimeError(f"methods have drawn fewer samples than they report: {measured}")

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.base.imports import check_named
+from prunex_mpi.base.files import tomllib
+from prunex_mpi.base.imports import check_named, named_in
 from prunex_mpi.config.resolve import (
     BY_NAME,
     ESTIMATED,
@@ -47,7 +48,6 @@ from prunex_mpi.config.resolve import (
     from_table,
     methods_of,
 )
-from prunex_mpi.run.directory import tomllib
 from prunex_mpi.settings.fields import OF_SECTION, OF_THE_JOB, Settings, key_of
 from prunex_mpi.settings.values import AUTO, to_fraction
 
@@ -184,9 +184,9 @@ def _protocol(table: object, where: str) -> Protocol:
     return Protocol(trials, length, tune_seed, found)
 
 
-def check_plan_names(common: Mapping[str, Any], rows: Sequence[Row], words: Sequence[str]) -> None:
-    """Raise UserError for modules to import that the plan alone names, and no flag in `words`."""
-    given = [word.partition("=")[2] if word.startswith("--") else word for word in words]
+def check_plan_names(common: Mapping[str, Any], rows: Sequence[Row], argv: Sequence[str]) -> None:
+    """Raise UserError for modules to import that the plan alone names, and no flag in `argv`."""
+    given = named_in(argv)
     for what in ("model", "dataset", "loss"):
         for name in named(what, common, rows):
             # Rows may have several models, of which a flag names one.
@@ -309,11 +309,11 @@ def check_used(names: Iterable[str], common: Mapping[str, Any], rows: Sequence[R
             )
 
 
-def check_method_name(method: str, where: str) -> None:
-    """Raise UserError unless there is such a method."""
+def check_method_name(method: str) -> None:
+    """Raise UserError unless there is such a method as one of `--methods`."""
     if method not in BY_NAME:
         guess = meant(method, BY_NAME, f"; there are {', '.join(BY_NAME)}")
-        raise UserError(f"{where}: unknown method {quote(method)}{guess}")
+        raise UserError(f"--methods: unknown method {quote(method)}{guess}")
 
 
 def digest_of(settings: Settings) -> str:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import read_text, telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text, run_collectively
+from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, run_collectively, run_on_first
 from prunex_mpi.research.compare import kept_runs
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import Outcome, Quality
@@ -40,15 +41,15 @@ def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
     not asked for. Collective on `world`.
     """
 
-    def read() -> str:
-        if world.rank or not options.folder:
-            return "{}"
+    def read() -> dict[str, Any]:
+        if not options.folder:
+            return {}
         file = Path(options.folder) / REVEAL
         try:
             found = json.loads(read_text(file))
             plan, at, results = (found[key] for key in ("plan", "at", "results"))
         except FileNotFoundError:
-            return "{}"
+            return {}
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(f"{file} can't be read; choose another --dir", UNREADABLE) from None
         if plan != options.plan:
@@ -59,9 +60,9 @@ def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
             )
         if not (results or options.reveal):
             raise UserError(f"{file}: a --reveal did not come to its end; finish it with --reveal")
-        return json.dumps(found)
+        return found
 
-    return json.loads(broadcast_text(world, run_collectively(world, read)))
+    return broadcast_json(world, run_on_first(world, read))
 
 
 def reveal(
@@ -74,12 +75,17 @@ def reveal(
     world = place.topology.world
     before = read_reveal(world, options)
     names = [name_of(options, run) for run in outcomes if run.measured]
-    networks = run_collectively(world, lambda: _networks(options, names))
-    if before and before["networks"] != networks:
-        raise UserError(
-            f"--reveal was done at {before['at']} with other networks; what is changed after that "
-            "begins anew: choose another --dir"
-        )
+
+    def look() -> dict[str, int]:
+        found = _networks(options, names)
+        if before and before["networks"] != found:
+            raise UserError(
+                f"--reveal was done at {before['at']} with other networks; what is changed after "
+                "that begins anew: choose another --dir"
+            )
+        return found
+
+    networks = run_collectively(world, look)
     if before.get("results"):
         log.info("the test data were looked at %s, and are not again", before["at"])
         return before
@@ -91,7 +97,7 @@ def reveal(
     _write(world, options, found)
     found["results"], found["images"] = _test(place, options, list(networks), heartbeat)
     _write(world, options, found)
-    return json.loads(broadcast_text(world, json.dumps(found)))
+    return broadcast_json(world, found)
 
 
 def name_of(options: Options, run: Outcome) -> str:
@@ -162,9 +168,5 @@ def _quality_of(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(world: MPI.Comm, options: Options, found: Mapping[str, Any]) -> None:
     file = Path(options.folder) / REVEAL
-
-    def write() -> None:
-        if world.rank == 0:
-            telling_disk_errors(REVEAL, lambda: write_json_durably(file, dict(found)))
-
-    run_collectively(world, write)
+    write = partial(write_json_durably, file, dict(found))
+    run_on_first(world, lambda: telling_disk_errors(REVEAL, write))

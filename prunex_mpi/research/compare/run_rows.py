@@ -22,7 +22,12 @@ from prunex_mpi.base.files import telling_disk_errors
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.record_keys import CONSENSUS_PHASES
-from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_collectively_while
+from prunex_mpi.comm.agreement import (
+    broadcast_text,
+    run_collectively,
+    run_collectively_while,
+    run_on_first,
+)
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
@@ -121,6 +126,9 @@ def train(
     A run that fails ends no other one, and is not kept: it is tried again where the comparison
     goes on.
     """
+    if not isinstance(dataset, TextSet) and dataset.reader is not None:
+        # What a run before could not read has failed that one.
+        dataset.reader.error = None
     folder = bench.options.folder
     path = Path(folder) / name if folder and keep else None
     place = place_of(bench, settings, dataset) if folder else {}
@@ -220,9 +228,7 @@ def run_one(
         files = None
         if path is not None:
             config = to_toml(replace(settings, run_dir=str(path)), recorded_versions())
-            files = run_collectively(
-                world, lambda: None if world.rank else RunDirectory(path, config)
-            )
+            files = run_on_first(world, lambda: RunDirectory(path, config))
         if files is not None:
             exits.enter_context(closing(files))
         started = time.perf_counter()

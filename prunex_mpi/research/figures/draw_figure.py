@@ -32,6 +32,7 @@ from prunex_mpi.tools.drawing import (
     DPI,
     MOST_CURVES,
     legend_above,
+    legend_on_top,
     look_of,
     marker_of,
     new_figure,
@@ -182,8 +183,7 @@ def scaling(runs: Sequence[Run]) -> Drawn:
     panel.set_ylabel("(a) times as fast")
     share.set_ylabel("(b) parallel efficiency %")
     share.set_ylim(bottom=0)
-    handles, labels = panel.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2)
+    legend_on_top(panel, 2)
     note = (
         "Work per second of training, medians of outer iterations: where a run has some that began "
         "with fixed masks, of these."

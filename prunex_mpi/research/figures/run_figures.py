@@ -19,9 +19,9 @@ from prunex_mpi.tools.drawing import (
     COLOURS,
     PHASE_COLOURS,
     legend_above,
-    look_of,
-    marker_of,
+    legend_on_top,
     name_bars,
+    named_look,
     new_figure,
     new_panel,
     plain,
@@ -115,10 +115,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 def looks_of(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Return how the curve of each run looks, and what it is called."""
-    return [
-        {"mark": marker_of(number), **look_of(number), "label": plain(name)}
-        for number, name in enumerate(names_of(runs))
-    ]
+    return [named_look(number, name) for number, name in enumerate(names_of(runs))]
 
 
 def as_in_the_paper(run: Run) -> bool:
@@ -204,8 +201,7 @@ def accuracy(runs: Sequence[Run]) -> Drawn:
             plot(panel, x / scale, run.judged, **look)
         panel.set_xlabel(word)
     panels[0].set_ylabel(f"{judged_on(runs)} accuracy %")
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=3)
+    legend_on_top(panels[0])
     rows = []
     for run, name, taken, sent in zip(runs, names_of(runs), seconds, handed, strict=True):
         cost = f"{duration_words(float(taken[-1]))}, {size_words(sent[-1])}"
@@ -420,14 +416,12 @@ def of_layers(run: Run, wanted: Sequence[str] = ()) -> Drawn:
         block = np.where(layers.values[name] > 0, layers.values[name], np.nan)
         for number, i in enumerate(chosen):
             word = layers.names[i].removesuffix(".weight")
-            look = {"mark": marker_of(number), **look_of(number), "label": plain(word)}
-            plot(panel, layers.iterations, block[:, i], **look)
+            plot(panel, layers.iterations, block[:, i], **named_look(number, word))
             known = block[np.isfinite(block[:, i]), i]
             if len(known) and name.endswith("_primal"):
                 ends = f"from {known[0]:.1e} to {known[-1]:.1e}"
                 rows.append(Beside(f"{word}, {RESIDUAL_WORDS[name]}", ends, DECAY))
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=3)
+    legend_on_top(panels[0])
     few = f"The {len(chosen)} of {len(layers.names)} layers that begin farthest apart."
     why = f"The paper's are of other layers: {DECAY_WHY}."
     return Drawn(figure, rows, [why] if wanted else [few, why])

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, enumerated, quote
 from prunex_mpi.base.record_keys import ACCURACY, LOSS, Measure
 from prunex_mpi.base.tables import Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_panel, plain
-from prunex_mpi.tools.report.one_run import listed
 from prunex_mpi.tools.report.page import Page, Picture, Section
 from prunex_mpi.tools.report.read_runs import shown
 
@@ -74,7 +73,7 @@ class Compared:
     problems: Sequence[str]
 
 
-def read_comparison(path: Path) -> Compared:
+def read_compared(path: Path) -> Compared:
     """Return what `bench compare --json` wrote; raise UserError."""
     where = quote(str(path), 250)
     try:
@@ -85,7 +84,7 @@ def read_comparison(path: Path) -> Compared:
         ]
         place = tables[0].columns.index("place")
         whole = found["comparison"]
-        measure = measure_of(whole["outcomes"])
+        measure = shared_measure(whole["outcomes"])
         return Compared(
             machine=dict(whole["machine"]),
             tables=tables,
@@ -111,7 +110,7 @@ def problem_of(run: Mapping[str, Any]) -> str:
     return f"{run['row']}, seed {run['seed']}, {how}: {why}"
 
 
-def measure_of(runs: Sequence[Mapping[str, Any]]) -> Measure:
+def shared_measure(runs: Sequence[Mapping[str, Any]]) -> Measure:
     """Return what the runs of a comparison are judged by: accuracy where all that ended have one.
 
     `runs` are its outcomes as its JSON holds them.
@@ -157,7 +156,7 @@ def page_of(paths: Sequence[Path]) -> Page:
     """Return the page of the comparisons in these files; raise UserError."""
     sections, words, notices = [], [], []
     for number, path in enumerate(paths, 1):
-        found = read_comparison(path)
+        found = read_compared(path)
         name = shown(path.name)
         words.append(f"{name}: {lead(found)}" if len(paths) > 1 else lead(found))
         notices += [f"{name}: {line}" for line in found.problems]
@@ -206,11 +205,12 @@ def lead(found: Compared) -> str:
     if not found.places:
         return f"{text} None of them trained in all its seeds."
     best = [row for row, place in found.places.items() if place == 1]
-    text += f" The best by mean {found.measure.label} is {listed(best)}."
+    text += f" The best by mean {found.measure.label} is {enumerated(best)}."
     left = [row for row in found.rows if row not in found.places]
     if left:
         text += (
-            f" No place has {listed(left)}, which diverged, failed or did no better than guessing."
+            f" No place has {enumerated(left)}, which diverged, failed or did no better than "
+            "guessing."
         )
     return text
 

@@ -6,24 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.files import RANKS
-from prunex_mpi.base.record_keys import ACCURACY, IN_SENTENCES, RANK_PHASES, RESIDUALS
+from prunex_mpi.base.errors import UserError, enumerated
+from prunex_mpi.base.files import RANKS, tomllib
+from prunex_mpi.base.record_keys import ACCURACY, IN_SENTENCES, RANK_PHASES, RESIDUALS, flat_table
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.config.resolve import FIELDS, make, to_toml, toml_key
 from prunex_mpi.run.summary import closing_rows
+from prunex_mpi.settings.values import in_words
 from prunex_mpi.tools.report import run_pictures
 from prunex_mpi.tools.report.page import Page, Picture, Section, pictures_of
 from prunex_mpi.tools.report.read_runs import (
     COLUMNS,
     Run,
-    flat_config,
     read_changes,
     read_layers,
     read_ranks,
     shown,
     spread_out,
-    tomllib,
 )
 from prunex_mpi.tools.report.run_pictures import freeze_iteration, phases_of, unit_of_bytes
 from prunex_mpi.tools.report.stragglers import RankTimes, Straggler, find_stragglers, ranges
@@ -216,10 +215,10 @@ def settings_table(run: Run) -> Table:
     usual = usual_settings(run)
     if usual is None:
         note = "This version does not know that preset or method, so all are shown."
-        rows = tuple((shown(key), value_words(value), None) for key, value in run.config.items())
+        rows = tuple((shown(key), in_words(value), None) for key, value in run.config.items())
         return Table("Settings", ("setting", "value", "preset"), rows, (note,))
     rows = tuple(
-        (shown(key), value_words(value), value_words(usual.get(key, "not known today")))
+        (shown(key), in_words(value), in_words(usual.get(key, "not known today")))
         for key, value in run.config.items()
         if value != usual.get(key)
     )
@@ -237,7 +236,7 @@ def usual_settings(run: Run) -> Mapping[str, Any] | None:
         asked = {"preset": config["preset"], "method": config["method"]}
         own = make(**asked)
         asked["outer_iterations"] = config["outer-iterations"]
-        table = flat_config(tomllib.loads(to_toml(make(**asked), {})))
+        table = flat_table(tomllib.loads(to_toml(make(**asked), {})))
     except (KeyError, TypeError, UserError):
         return None
     del table["versions.format"]
@@ -245,15 +244,6 @@ def usual_settings(run: Run) -> Mapping[str, Any] | None:
     known = {toml_key(name) for name in FIELDS if name not in UNINTERESTING}
     hidden = {key: config.get(key) for key in table.keys() - known}
     return {**table, **hidden}
-
-
-def value_words(value: Any) -> str:
-    """Return a value of config.toml as text."""
-    if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return shown(str(value)) if value != "" else "none"
 
 
 def topology_table(run: Run, times: RankTimes | None) -> Table:
@@ -389,7 +379,7 @@ def where_time_went(run: Run) -> str:
         return ""
     order = sorted(sums, key=lambda phase: -sums[phase])[:3]
     shares = [f"{100 * sums[p] / whole:.0f} % into {IN_SENTENCES[p]}" for p in order]
-    return "Of the time of rank 0 went " + listed(shares) + "."
+    return "Of the time of rank 0 went " + enumerated(shares) + "."
 
 
 def who_was_slow(times: RankTimes | None) -> str:
@@ -451,8 +441,3 @@ def size_words(size: float) -> str:
     """Return bytes in the unit that suits them."""
     unit, name = unit_of_bytes(size)
     return f"{size / unit:.2f} {name}" if unit > 1 else f"{size:.0f} {name}"
-
-
-def listed(words: list[str]) -> str:
-    """Return words as an enumeration."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

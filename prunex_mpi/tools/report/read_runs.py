@@ -16,9 +16,18 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.base.files import DIVERGED, LAYERS, METRICS, NODES, RANKS, plain_only, read_text
-from prunex_mpi.base.record_keys import ACCURACY, LOSS, RESIDUALS, Measure
-from prunex_mpi.run.directory import COMPLETE, read_summary, tomllib
+from prunex_mpi.base.files import (
+    DIVERGED,
+    LAYERS,
+    METRICS,
+    NODES,
+    RANKS,
+    plain_only,
+    read_text,
+    tomllib,
+)
+from prunex_mpi.base.record_keys import ACCURACY, LOSS, RESIDUALS, Measure, flat_table
+from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import TEXT
 from prunex_mpi.tools.report.stragglers import RankRecord
 
@@ -151,15 +160,6 @@ def shown(path: Path | str) -> str:
     return os.fsencode(path).decode("utf-8", "replace")
 
 
-def flat_config(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config.toml by key, those in a method's table as `METHOD.key`."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        inner = value.items() if isinstance(value, dict) else [("", value)]
-        flat |= {f"{key}.{own}" if own else key: item for own, item in inner}
-    return flat
-
-
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Return the runs in these folders, each under a name of its own; raise UserError.
 
@@ -220,7 +220,7 @@ def read_run(path: Path) -> Run:
     return Run(
         path=path,
         name=shown(path.resolve().name) or where,
-        config=flat_config(table),
+        config=flat_table(table),
         versions=versions if isinstance(versions, dict) else {},
         status=status,
         reason=reason,
@@ -334,15 +334,8 @@ def read_metrics(path: Path, status: str, reason: str) -> tuple[dict[str, np.nda
 
 def flattened(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record, those of nested ones as "key.key"; null is NaN."""
-    found: dict[str, float] = {}
-    for key, value in record.items():
-        inner = value.items() if isinstance(value, dict) else [("", value)]
-        for name, number in inner:
-            if number is None:
-                number = np.nan
-            if isinstance(number, int | float):
-                found[f"{key}.{name}" if name else key] = float(number)
-    return found
+    found = {key: np.nan if value is None else value for key, value in flat_table(record).items()}
+    return {key: float(value) for key, value in found.items() if isinstance(value, int | float)}
 
 
 def spread_out(iterations: np.ndarray, most: int) -> list[int]:

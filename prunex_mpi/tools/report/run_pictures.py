@@ -14,6 +14,7 @@ from prunex_mpi.tools.drawing import (
     PHASE_COLOURS,
     SHADES,
     legend_above,
+    legend_on_top,
     look_of,
     marker_of,
     new_figure,
@@ -47,7 +48,6 @@ GREY = "#555555"
 MARKED, SOME = 40, 12
 # A loss that spans more is drawn on a logarithmic scale.
 WIDE_SPAN = 20
-AXES = ("iterations", "seconds", "bytes")
 # So many names of layers can be read beside a picture, so many bars of ranks in one.
 MOST_NAMES, MOST_BARS = 40, 24
 # So many ranks get a curve each.
@@ -82,7 +82,7 @@ def sent_bytes(run: Run) -> np.ndarray:
 
 
 def along(run: Run, axis: str) -> np.ndarray:
-    """Return where each outer iteration lies on one of AXES, in its unit of one."""
+    """Return where each outer iteration lies: in iterations, seconds or bytes, by `axis`."""
     if axis == "iterations":
         return run.iterations
     return trained_seconds(run) if axis == "seconds" else sent_bytes(run)
@@ -160,7 +160,7 @@ def mark_freeze(panel: "Axes", run: Run, axis: str = "iterations") -> None:
 
 
 def learning(run: Run, axis: str) -> "Figure | None":
-    """Draw the losses, and what the run is judged by, along one of AXES."""
+    """Draw the losses, and what the run is judged by, along an axis of `along`."""
     which, images = run.judged_on
     measure, accuracy = run.measure, run.judged
     losses = {"training": "train_loss", images: f"{which}_loss"}
@@ -178,7 +178,9 @@ def learning(run: Run, axis: str) -> "Figure | None":
         look = {"color": COLOURS[1], "linestyle": "--"}
         plot(lower, x, accuracy, "s", **look)
     else:
-        _say(lower, "never evaluated")
+        where = {"transform": lower.transAxes, "ha": "center", "va": "center"}
+        lower.text(0.5, 0.5, "never evaluated", color=GREY, **where)
+        lower.set_yticks([])
     lower.set_ylabel(f"{images} {measure.label} {measure.short}")
     if axis == "iterations":
         count_iterations(lower)
@@ -187,12 +189,6 @@ def learning(run: Run, axis: str) -> "Figure | None":
         mark_freeze(panel, run, axis)
     legend_above(upper)
     return figure
-
-
-def _say(panel: "Axes", text: str) -> None:
-    """Write into an empty panel why it is empty."""
-    panel.text(0.5, 0.5, text, transform=panel.transAxes, ha="center", va="center", color=GREY)
-    panel.set_yticks([])
 
 
 def pile_up(panel: "Axes", edges: np.ndarray, parts: Sequence[tuple[np.ndarray, str, str]]) -> None:
@@ -456,8 +452,7 @@ def rank_residuals(found: RankResiduals) -> "Figure | None":
             for word, dash, values in zip(("least", "median", "most"), ":-:", shares, strict=True):
                 look = {"color": COLOURS[0], "linestyle": dash, "label": f"{word} of the ranks"}
                 plot(panel, iterations[rows], values, columns=COLUMNS // 2, **look)
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=min(8, len(names)))
+    legend_on_top(panels[0], 8)
     return figure
 
 

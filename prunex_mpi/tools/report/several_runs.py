@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prunex_mpi.base.errors import enumerated
 from prunex_mpi.base.record_keys import LABELS
 from prunex_mpi.base.tables import Cell, Table
 from prunex_mpi.base.units import MIB
+from prunex_mpi.settings.values import in_words
 from prunex_mpi.tools.drawing import (
     PHASE_COLOURS,
     legend_above,
-    look_of,
-    marker_of,
+    named_look,
     new_figure,
     new_panel,
-    plain,
     stack_bars,
 )
 from prunex_mpi.tools.report import run_pictures
@@ -23,8 +23,6 @@ from prunex_mpi.tools.report.one_run import (
     duration_words,
     ending,
     learning_pictures,
-    listed,
-    value_words,
 )
 from prunex_mpi.tools.report.page import Page, Section, pictures_of
 from prunex_mpi.tools.report.read_runs import Run, read_ranks, shown
@@ -78,7 +76,7 @@ def label(number: int, run: Run) -> str:
 
 def look_and_label(number: int, run: Run) -> dict[str, str]:
     """Return how the curve of a run looks, and what it is called."""
-    return {"mark": marker_of(number), **look_of(number), "label": plain(label(number, run))}
+    return named_look(number, label(number, run))
 
 
 def differing(
@@ -110,7 +108,7 @@ def lead(runs: Sequence[Run]) -> list[str]:
     text.append(f"The least time took {fastest} ({duration_words(seconds[fastest])}).")
     unequal = differing(runs, ("model", "dataset", "outer-iterations", "seed"))
     if unequal:
-        text.append(f"They differ in {listed(unequal)}, which a comparison has to allow for.")
+        text.append(f"They differ in {enumerated(unequal)}, which a comparison has to allow for.")
     return text
 
 
@@ -137,7 +135,7 @@ def held_out(runs: Sequence[Run]) -> list[str]:
     held = [run for run in runs if run.judged_on[0] == "val"]
     untested = [run.name for run in held if run.final_on != "test"]
     parts = [TESTED] if len(untested) < len(held) else []
-    parts += [NOT_TESTED.format(listed(untested))] if untested else []
+    parts += [NOT_TESTED.format(enumerated(untested))] if untested else []
     return [f"{HELD_OUT}{'; '.join(parts)}."] if held else []
 
 
@@ -269,7 +267,7 @@ def settings_table(runs: Sequence[Run]) -> Table:
     keys = dict.fromkeys(key for table in tables for key in table if key not in UNTOLD)
     rows = []
     for key in keys:
-        cells = [value_words(table[key]) if key in table else "-" for table in tables]
+        cells = [in_words(table[key]) if key in table else "-" for table in tables]
         if len(set(cells)) > 1:
             rows.append((shown(key), *cells))
     columns = ("setting", *(label(number, run) for number, run in enumerate(runs)))
