@@ -15,12 +15,11 @@ point; and every whole number with a thousands separator or before MiB, %, s or 
 may be a figure of a table rounded as well. Other whole numbers (4 bits, T = 16) and settings, which
 stand in backticks, need not be measured, and what is worked out from figures is written in words
 (half, a fifteenth) or outside of the block. `NAME_at_20_Mbit.json` has the same rows over a link of
-that rate: a column of the table `seconds` of NAME. The table `links` has seconds of whole runs as
+that rate: a column of the table `steps` of NAME. The table `links` has seconds of whole runs as
 `--target` tells them: computing as measured, and the bytes at the rate of a link.
 """
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,8 +60,6 @@ WHOLE = re.compile(
 )
 SPAN = re.compile(r"`[^`]*`")
 FIGURES = "figures"
-# Bytes of a step that differ by no more are those of one method: stages are whole iterations.
-SAME_BYTES = 0.05
 RATE = re.compile(r"_at_(\d+)_([MG])bit$")
 MBIT = {"M": 1, "G": 1000}
 
@@ -132,35 +129,8 @@ def times_beside(path: Path) -> dict[str, Comparison]:
     return dict(rates[rate] for rate in sorted(rates))
 
 
-def seconds_of(found: Comparison, times: Comparison) -> dict[str, float]:
-    """Return what the runs of `found` take at the pace of `times`, by row.
-
-    The same rows, perhaps shorter: stages that are shares of a run are as large a share of both. A
-    row whose step sends something else there has another pace, and is left out.
-    """
-    whole, paced = _per_step(found), _per_step(times)
-    return {
-        row: paced[row][1] * steps
-        for row, (sent, _, steps) in whole.items()
-        if row in paced and math.isclose(sent, paced[row][0], rel_tol=SAME_BYTES)
-    }
-
-
-def _per_step(found: Comparison) -> dict[str, tuple[float, float, int]]:
-    """Return of each row that ended bytes and seconds of a step, and its steps."""
-    return {
-        row: (
-            mean(m.sent_bytes / m.steps for m in ended(runs)),
-            mean(m.train_s / m.steps for m in ended(runs)),
-            ended(runs)[0].steps,
-        )
-        for row, runs in by_row(found.outcomes).items()
-        if ended(runs)
-    }
-
-
 def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, str]:
-    """Return the tables of a comparison, and of it at the pace of `times`, as Markdown, by name."""
+    """Return the tables of a comparison, and of its steps in `times`, as Markdown, by name."""
     places = places_of(found)
     runs_of = by_row(found.outcomes)
     rows = [
@@ -179,12 +149,6 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
     ):
         tables["links"] = links_table(found)
     if times:
-        paces = {rate: seconds_of(found, other) for rate, other in times.items()}
-        rows = [
-            (name, *(f"{pace[name]:,.1f}" if name in pace else "-" for pace in paces.values()))
-            for name in by_row(found.outcomes)
-        ]
-        tables["seconds"] = markdown(("row", *paces), rows)
         tables["steps"] = steps_table(found, times)
     return tables
 
