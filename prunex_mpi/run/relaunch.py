@@ -233,7 +233,6 @@ def keep_going(options: Options) -> int:
             before = newest_checkpoint(run)
             end = attend(job, options, hosts, asked, exits, change, size)
             code, following, size = end.code, end.following, end.size
-            trained |= end.trained
             if end.trained:
                 change = None
             if code == 0 and is_complete(run):
@@ -249,7 +248,9 @@ def keep_going(options: Options) -> int:
                 say(f"the job ended with code {code}, and is not started again: {reason}")
                 # What refuses a later job, the time or the hosts that are left, holds for this
                 # allocation alone.
-                return PREEMPTED if trained and code == USAGE else code or FAILURE
+                late = trained and not end.trained and code == USAGE
+                return PREEMPTED if late else code or FAILURE
+            trained |= end.trained
             lost, seconds = what_is_lost(run, end.at)
             if change is None:
                 change = Change(hosts, code, newest_checkpoint(run)[0], lost, seconds, end.at)

@@ -91,7 +91,7 @@ def train(
         if kept is not None:
             kept.context = context
             # What was trained before a loss is in memory: however late, it becomes a checkpoint.
-            stop.went_on = kept.loss is not None
+            stop.went_on = kept.loss is not None and bool(kept.snapshots)
         received.training = True
         evaluate_initial(topology, files, context)
         with tracing(topology, files, context):

@@ -252,6 +252,7 @@ def test_nobody_goes_on_where_the_job_before_is_told_to_leave():
     [
         (["exit 2"], 2, 1, "it would end so again"),
         (["it 1, exit 3"], 3, 1, "it would end so again"),
+        (["it 1, exit 2"], 2, 1, "it would end so again"),
         (["it 1, exit 1", "exit 2"], 75, 2, "it would end so again"),
         (["exit 9"] * 2 + ["it 1, exit 9"] + ["exit 9"] * 4, 9, 6, "no new checkpoint"),
         # Nothing is a success whose run is not complete.
