@@ -11,7 +11,6 @@ train on, in two halves and the same for any number of ranks as well.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.evaluation import check_readable
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.data.batches import Shard
+from prunex_mpi.data.batches import Shard, part_of
 from prunex_mpi.data.datasets import places_in_draw
 from prunex_mpi.data.text import Windows
 
@@ -58,29 +57,27 @@ def windows_apart(shard: Windows, stop: int) -> list[Windows]:
     count = min(WINDOWS, there)
     apart = there // count * context
     starts = range(0, count * apart, apart)
-    most = max(1, BATCH_TOKENS // context)
+    cut = pieces_of_halves(count, max(1, BATCH_TOKENS // context))
+    return [replace(shard, starts=starts[piece]) for piece in cut]
+
+
+def pieces_of_halves(size: int, most: int) -> list[slice]:
+    """Return the places of both halves of so many samples, each in pieces of at most `most`.
+
+    They are as long as each other, since each batch's mean loss counts as much.
+    """
     pieces = []
-    for half in (starts[: count // 2], starts[count // 2 :]):
-        # As long as each other, since each batch's mean loss counts as much.
-        parts = max(1, -(-len(half) // most))
-        ends = [len(half) - len(half) * (parts - i) // parts for i in range(parts + 1)]
-        pieces += [half[begin:end] for begin, end in pairwise(ends) if begin < end]
-    return [replace(shard, starts=piece) for piece in pieces]
+    for half in torch.arange(size).split([size // 2, size - size // 2]):
+        parts = half.tensor_split(max(1, -(-len(half) // most)))
+        pieces += [slice(int(part[0]), int(part[-1]) + 1) for part in parts if len(part)]
+    return pieces
 
 
 def halves_of(everyone: Wire, shard: Shard) -> Sequence[Shard]:
     """Return the same images on all ranks in pieces, each a batch. Collective on `world`."""
     drawn = draw_balanced(everyone, shard, SAMPLES)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
-    size = len(drawn.labels)
-    pieces = []
-    for half in (slice(0, size // 2), slice(size // 2, size)):
-        # As long as each other, since each batch's mean loss counts as much.
-        parts = max(1, -(-(half.stop - half.start) // most))
-        images, labels = drawn.images[half], drawn.labels[half]
-        pairs = zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True)
-        pieces += [Shard(*pair) for pair in pairs if len(pair[1])]
-    return pieces
+    return [part_of(drawn, piece) for piece in pieces_of_halves(len(drawn.labels), most)]
 
 
 def draw_balanced(everyone: Wire, shard: Shard, each: int) -> Shard:
