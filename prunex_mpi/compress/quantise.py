@@ -65,9 +65,10 @@ def encode_(values: Tensor, records: Tensor, payload: str) -> None:
     """Write the codes of `values` to `records`; `values` become what rounding has left over.
 
     `values` is [n], float32 or float64, contiguous, n a multiple of 128; `records` is uint8
-    [n / 128, record_bytes(payload)] and begins at an even byte. A block with a value that is not
-    finite decodes to values of which some are not. int2 leaves blocks with a root mean square below
-    1e-17 as they are, and takes values above 1e18 for infinite.
+    [n / 128, record_bytes(payload)] and begins at an even byte. Where blocks lie apart they are
+    [buckets, blocks, 128] and [buckets, blocks, record_bytes(payload)]. A block with a value that
+    is not finite decodes to values of which some are not. int2 leaves blocks with a root mean
+    square below 1e-17 as they are, and takes values above 1e18 for infinite.
     """
     if payload in _FLOATS:
         for block, spare, numbers in _tiles(values, records.view(_FLOATS[payload])):
@@ -92,7 +93,7 @@ def decode_(records: Tensor, out: Tensor, payload: str) -> None:
     for block, spare, scales, codes in _tiles(out, *_parts(records)):
         scale = scales.to(out.dtype)
         for columns, integers in _integers(codes, payload, spare):
-            torch.mul(integers, scale, out=block[:, columns])
+            torch.mul(integers, scale, out=block[..., columns])
 
 
 def add_decoded_(records: Tensor, out: Tensor, payload: str) -> None:
@@ -104,7 +105,7 @@ def add_decoded_(records: Tensor, out: Tensor, payload: str) -> None:
     for block, spare, scales, codes in _tiles(out, *_parts(records)):
         scale = scales.to(out.dtype)
         for columns, integers in _integers(codes, payload, spare):
-            block[:, columns].addcmul_(integers, scale)
+            block[..., columns].addcmul_(integers, scale)
 
 
 def block_maxima_(values: Tensor, maxima: Tensor) -> None:
@@ -140,16 +141,20 @@ def _shared_units(maxima: Tensor, levels: int) -> Tensor:
 
 
 def _parts(records: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales [b, 1] in bfloat16 and the bytes of the codes of `records`."""
-    return records[:, :_SCALE_BYTES].view(torch.bfloat16), records[:, _SCALE_BYTES:]
+    """Return the scales [..., 1] in bfloat16 and the bytes of the codes of `records`."""
+    return records[..., :_SCALE_BYTES].view(torch.bfloat16), records[..., _SCALE_BYTES:]
 
 
 def _tiles(values: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Walk the blocks of `values` by tiles: [rows, 128], room for as many, and rows of `others`.
 
-    The room is made here, once per call, since two threads may be at it at once. On a GPU one tile
-    holds everything.
+    The room is made here, once per call, since two threads may be at it at once. One tile holds
+    everything on a GPU, and where blocks lie apart.
     """
+    if values.dim() > 2:
+        if values.numel():
+            yield values, values.new_empty(values.shape), *others
+        return
     blocks = values.view(-1, BLOCK)
     size = max(1, len(blocks))
     if blocks.device.type == "cpu":
@@ -174,13 +179,13 @@ def _encode_floats_(values: Tensor, numbers: Tensor, spare: Tensor) -> None:
 def _encode_by_maxima_(
     values: Tensor, scales: Tensor, codes: Tensor, payload: str, spare: Tensor
 ) -> None:
-    scale = torch.amax(torch.abs(values, out=spare), 1, keepdim=True)
+    scale = torch.amax(torch.abs(values, out=spare), -1, keepdim=True)
     # As it is written.
     scale.copy_(scales.copy_(scale.mul_(1 / _LARGEST[payload]).clamp_min_(_TINY)))
     torch.mul(values, scale.reciprocal(), out=spare).round_()
     values.addcmul_(spare, scale, value=-1)
     if payload == "int4":
-        low, high = spare.split(BLOCK // 2, dim=1)
+        low, high = spare.split(BLOCK // 2, dim=-1)
         spare = low.add_(high, alpha=16)
     codes.copy_(spare)
 
@@ -188,7 +193,7 @@ def _encode_by_maxima_(
 def _encode_int2_(
     values: Tensor, scales: Tensor, codes: Tensor, spare: Tensor, twos: Tensor
 ) -> None:
-    scale = torch.linalg.vector_norm(values, dim=1, keepdim=True).mul_(_NORM_TO_INT2)
+    scale = torch.linalg.vector_norm(values, dim=-1, keepdim=True).mul_(_NORM_TO_INT2)
     scale.copy_(scales.copy_(threshold_(scale, _SMALLEST_INT2, 0.0)))
     # v / middle + 2 is truncated to an integer of at most 13 (a value is at most 11.4 times the
     # root mean square), and limited to 0 to 3 where that is cheap, in a byte.
@@ -220,7 +225,7 @@ def _integers(codes: Tensor, payload: str, spare: Tensor) -> list[tuple[slice, T
     if payload == "int8":
         return [(everything, spare.copy_(codes.view(torch.int8)))]
     if payload == "int4":
-        low, high = spare.view(2, -1, half)
+        low, high = spare.view(2, *codes.shape)
         low.copy_(codes.view(torch.int8))
         torch.mul(low, 1 / 16, out=high).round_()
         low.sub_(high, alpha=16)

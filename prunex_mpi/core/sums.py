@@ -48,14 +48,16 @@ class Coded:
     """The memory of one vector of `blocks` blocks on its way between `workers` leaders.
 
     `records` uint8 [blocks, bytes] are the codes as they travel, with their scales; of int8sum they
-    are int8 [blocks, 128] and `maxima` [blocks] the scales. `received` has room for what an owner
-    gets in one bucket.
+    are int8 [blocks, 128] and `maxima` [blocks] the scales. They travel by buckets; `together` the
+    codes of all whole ones are made at once. `received` has room for what an owner gets in a run
+    of those made at once.
     """
 
     payload: str
     blocks: int
     workers: int
     bucket_blocks: int
+    together: bool
     records: Tensor
     maxima: Tensor
     received: Tensor
@@ -63,6 +65,13 @@ class Coded:
     @property
     def numel(self) -> int:
         return self.blocks * BLOCK
+
+    @property
+    def run_blocks(self) -> int:
+        """Blocks that are coded at once: one bucket, or as many as are whole."""
+        return self.bucket_blocks * (
+            max(1, self.blocks // self.bucket_blocks) if self.together else 1
+        )
 
     @property
     def levels(self) -> int:
@@ -87,13 +96,17 @@ def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transpor
     summed = payload == SUMMED
     size = BLOCK if summed else quantise.record_bytes(payload)
     bucket_blocks = max(1, transport.bucket_bytes // (size * workers)) * workers
-    # All leaders' parts of a share are, at most, as many blocks as the bucket has.
-    room = 0 if summed else min(bucket_blocks, -(-blocks // workers) * workers)
+    # There the kernels of a bucket of 120 KiB take longer to start than to run.
+    together = like.device.type == "cuda"
+    # All leaders' parts of a share are, at most, as many blocks as are coded at once.
+    room = -(-blocks // workers) * workers
+    if not together:
+        room = min(room, bucket_blocks)
     dtype = torch.int8 if summed else torch.uint8
     records = torch.empty(blocks, size, dtype=dtype, device=like.device)
     maxima = like.new_empty(blocks if summed else 0)
-    received = records.new_empty(room, size)
-    return Coded(payload, blocks, workers, bucket_blocks, records, maxima, received)
+    received = records.new_empty(0 if summed else room, size)
+    return Coded(payload, blocks, workers, bucket_blocks, together, records, maxima, received)
 
 
 def first_blocks(coded: Coded, like: Tensor) -> Coded:
@@ -115,7 +128,7 @@ def sum_coded_(
     """Set `out` [blocks * 128] on all ranks to the decoded sum of the leaders' `values`.
 
     On the leaders `values`, as long, become what rounding left over of them. The broadcast of a
-    bucket overlaps the exchange of the one behind it, except for memory of a device. `clock` counts
+    run overlaps the exchange of the one behind it, except for memory of a device. `clock` counts
     messages without the codes. Collective on `between` (where it is not MPI.COMM_NULL), then on
     `node`.
     """
@@ -126,8 +139,8 @@ def sum_coded_(
     transport = collectives.without_racks(transport)
     if racks is not None:
         between = racks.between
-    for first in range(0, coded.blocks, coded.bucket_blocks):
-        end = min(first + coded.bucket_blocks, coded.blocks)
+    for first in range(0, coded.blocks, coded.run_blocks):
+        end = min(first + coded.run_blocks, coded.blocks)
         if leads and racks is not None:
             with clock.exchanging(device, "Reduce in the rack"):
                 collectives.reduce_(racks.inside, _run(values, first, end), transport)
@@ -164,26 +177,32 @@ def _sum_records_(
     transport: Transport,
     clock: Clock,
 ) -> None:
-    """Add up a run of blocks over the leaders, into `records`."""
+    """Add up a run of blocks over the leaders, into `records`: whole buckets, or a part of one."""
     start, stop = run
     payload, workers, mine = coded.payload, between.size, between.rank
-    records = coded.records[start:stop]
-    cuts = collectives.share_ends(stop - start, workers)
-    own, after = start + cuts[mine], start + cuts[mine + 1]
+    buckets = max(1, (stop - start) // coded.bucket_blocks)
+    cuts = collectives.share_ends((stop - start) // buckets, workers)
+    own, after = cuts[mine], cuts[mine + 1]
+    # Of several buckets the same share of each.
+    lead, size = ((buckets,) if buckets > 1 else ()), coded.records.shape[1]
+    records = coded.records[start:stop].view(*lead, cuts[-1], size)
+    offered = _run(values, start, stop).view(*lead, cuts[-1], BLOCK)
     # An owner's own part of its share needs no code.
-    for a, b in ((start, own), (after, stop)):
-        quantise.encode_(_run(values, a, b), coded.records[a:b], payload)
-    ends = [cut * records.shape[1] for cut in cuts]
-    received = coded.received[: (workers - 1) * (after - own)]
+    for a, b in ((0, own), (after, cuts[-1])):
+        quantise.encode_(offered[..., a:b, :], records[..., a:b, :], payload)
+    received = coded.received[: buckets * (workers - 1) * (after - own)]
+    ends = [cut * size for cut in cuts]
+    leaving = records.view(buckets, -1)
     with clock.exchanging(values.device, "Alltoallv"):
-        shares = records.view(-1), ends, received.view(-1)
-        collectives.deal_shares_(between, *shares, transport, own=False)
-    total = _run(values, own, after)
-    for part in received.split(max(1, after - own)):
+        for bucket, arriving in zip(leaving, received.view(buckets, -1), strict=True):
+            collectives.deal_shares_(between, bucket, ends, arriving, transport, own=False)
+    total = offered[..., own:after, :]
+    for part in received.view(*lead, workers - 1, after - own, size).unbind(-3):
         quantise.add_decoded_(part, total, payload)
-    quantise.encode_(total, coded.records[own:after], payload)
+    quantise.encode_(total, records[..., own:after, :], payload)
     with clock.exchanging(values.device, "Allgather"):
-        collectives.spread_shares_(between, records.view(-1), ends, transport)
+        for bucket in leaving:
+            collectives.spread_shares_(between, bucket, ends, transport)
 
 
 def _sum_integers_(

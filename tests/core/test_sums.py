@@ -1,5 +1,6 @@
 """Sums in fewer bits over the leaders, against the same in NumPy and by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ from prunex_mpi.core.sums import (
     allocate_counts,
     bytes_handed_over,
     coded_bytes,
+    first_blocks,
     goes_to_all,
     spread_,
     sum_coded_,
@@ -114,6 +116,29 @@ def test_buckets_decide_only_who_adds_up(payload):
         size = float(exact.view(-1, BLOCK).norm(dim=1).sum())
         gaps = [float((x - exact).view(-1, BLOCK).norm(dim=1).sum()) / size for x in (small, large)]
         assert max(gaps) < {"int2": 0.7, "int4": 0.25, "int8sum": 0.05}.get(payload, 0.02)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("payload", CODES)
+def test_buckets_coded_together_are_the_same_bits(payload):
+    """As on a GPU, where the codes of all whole buckets are made at once."""
+    with nodes_of(1) as topology:
+        if topology.num_nodes == 1:
+            pytest.skip("a node alone sends nothing")
+        transport, longest = Transport(BUCKET_BYTES), contribution(0, 61 * BLOCK, torch.float32)
+        room = allocate_coded(payload, longest, topology.num_nodes, transport)
+        received = room.records.new_empty(room.records.shape)
+        for blocks in (1, 29, 61):
+            found = []
+            for coded in (room, replace(room, together=True, received=received)):
+                values = contribution(topology.node_index, blocks * BLOCK, torch.float32)
+                out = torch.full_like(values, torch.nan)
+                ways = topology.leader, topology.node, first_blocks(coded, values)
+                sum_coded_(*ways, values, out, transport, Clock())
+                found.append((out, values))
+            apart, together = found
+            assert torch.equal(apart[0], together[0])
+            assert torch.equal(apart[1], together[1])
 
 
 @pytest.mark.mpi
