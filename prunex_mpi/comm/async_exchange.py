@@ -46,11 +46,17 @@ class AsyncExchange:
         if self.stream is not None:
             # What the exchange reads may be queued still.
             self.stream.wait_stream(cuda.current_stream())
-        self.under_way = self.pool.submit(exchange)
+        self.under_way = self.pool.submit(self._do, exchange)
+
+    def _do(self, exchange: Callable[[], None]) -> None:
+        exchange()
+        if self.stream is not None:
+            # Who reads what it has written need not know of this stream.
+            self.stream.synchronize()
 
     @property
     def at_rest(self) -> bool:
-        """Return whether the helper is idle; what it has done may not have been waited for."""
+        """Return whether the helper is idle; what it has raised may not be known yet."""
         return self.under_way is None or self.under_way.done()
 
     def finish(self) -> None:
@@ -58,8 +64,6 @@ class AsyncExchange:
         under_way, self.under_way = self.under_way, None
         if under_way is not None:
             under_way.result()
-            if self.stream is not None:
-                cuda.current_stream().wait_stream(self.stream)
 
 
 @contextmanager

@@ -118,6 +118,12 @@ def within_reach(transport: Transport, rows: Tensor) -> Transport:
     return replace(transport, staging=(first, torch.empty_like(first)))
 
 
+def _as_staged(transport: Transport, whole: Tensor) -> Transport:
+    """Return a transport whose buckets are as much as is staged at once, or all of `whole`."""
+    room = transport.staging[0].nbytes if transport.staging else whole.nbytes
+    return replace(transport, bucket_bytes=room)
+
+
 def mpi_buffer(tensor: Tensor) -> list:
     """Return the MPI buffer of a tensor without copying.
 
@@ -323,14 +329,12 @@ def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transp
         everyone[0].copy_(mine)
         return
     transport = within_reach(transport, everyone)
-    for start, stop in _columns(everyone, transport):
+    for start, stop in _columns(everyone, _as_staged(transport, everyone)):
         piece, target = mine[start:stop], everyone[:, start:stop]
-        if transport.staging is None:
-            comm.Allgatherv(mpi_buffer(piece), _rows(everyone, start, stop))
-            continue
         sent, received = host_memory(transport, piece, target)
         sent.copy_(piece)
-        comm.Allgather(mpi_buffer(sent), mpi_buffer(received))
+        for a, b in _columns(received, transport):
+            comm.Allgatherv(mpi_buffer(sent[a:b]), _rows(received, a, b))
         target.copy_(received)
 
 
@@ -378,14 +382,12 @@ def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) 
         received.copy_(mine)
         return
     transport = within_reach(transport, mine)
-    for start, stop in _columns(mine, transport):
-        if transport.staging is None:
-            comm.Alltoallv(_rows(mine, start, stop), _rows(received, start, stop))
-            continue
+    for start, stop in _columns(mine, _as_staged(transport, mine)):
         part, target = mine[:, start:stop], received[:, start:stop]
         leaving, coming = host_memory(transport, part, target)
         leaving.copy_(part)
-        comm.Alltoall(mpi_buffer(leaving), mpi_buffer(coming))
+        for a, b in _columns(leaving, transport):
+            comm.Alltoallv(_rows(leaving, a, b), _rows(coming, a, b))
         target.copy_(coming)
 
 
@@ -393,11 +395,12 @@ def shift_(
     comm: MPI.Comm, mine: Tensor, to: int, received: Tensor, source: int, transport: Transport
 ) -> None:
     """Send `mine` to rank `to` while as much comes from rank `source`. Collective on `comm`."""
-    pairs = zip(buckets(mine, transport), buckets(received, transport), strict=True)
-    for part, target in pairs:
+    whole = _as_staged(transport, mine)
+    for part, target in zip(buckets(mine, whole), buckets(received, whole), strict=True):
         leaving, coming = host_memory(transport, part, target)
         leaving.copy_(part)
-        comm.Sendrecv(mpi_buffer(leaving), to, recvbuf=mpi_buffer(coming), source=source)
+        for out, into in zip(buckets(leaving, transport), buckets(coming, transport), strict=True):
+            comm.Sendrecv(mpi_buffer(out), to, recvbuf=mpi_buffer(into), source=source)
         target.copy_(coming)
 
 
@@ -412,51 +415,69 @@ def share_ends(count: int, ranks: int) -> list[int]:
     return [min(size * rank, count) for rank in range(ranks + 1)]
 
 
+def buckets_at_once(like: Tensor, nbytes: int, transport: Transport) -> int:
+    """Return how many buckets of `nbytes` are coded, staged and added up at once, 1 on the CPU.
+
+    On a GPU kernels and copies of a bucket of 120 KiB take longer to start than to run.
+    """
+    if like.device.type == "cpu":
+        return 1
+    return max(1, (transport.staging[0].nbytes if transport.staging else like.nbytes) // nbytes)
+
+
+def runs(count: int, bucket: int, together: int) -> Iterator[tuple[int, int]]:
+    """Cut `count` elements into runs of whole buckets, `together` at most, and what is left."""
+    start = 0
+    while start < count:
+        whole = min(together, (count - start) // bucket)
+        stop = start + (whole * bucket or count - start)
+        yield start, stop
+        start = stop
+
+
 def deal_shares_(
     comm: MPI.Comm,
-    operand: Tensor,
+    rows: Tensor,
     ends: Sequence[int],
     received: Tensor,
     transport: Transport,
     own: bool = True,
 ) -> None:
-    """Send each rank everyone's part of its share of `operand`, which fits into one bucket.
+    """Send each rank everyone's part of its share of each of `rows` [buckets, n].
 
-    Share r is operand[ends[r] : ends[r + 1]]. `received` [parts * size of this rank's share] are
-    the ranks' parts in their order; without `own` this rank's is not sent, and is not among them.
-    Collective on `comm`.
+    Share r of a row is row[ends[r] : ends[r + 1]]. `received` [buckets, parts * size of this rank's
+    share] are the ranks' parts in their order; without `own` this rank's is not sent, and is not
+    among them. All rows are staged together, and travel one by one. Collective on `comm`.
     """
     leaving = [stop - start for start, stop in pairwise(ends)]
     arriving = [leaving[comm.rank]] * comm.size
     alike = own and len(set(leaving)) == 1
     if not own:
         leaving[comm.rank] = arriving[comm.rank] = 0
-    sent, coming = host_memory(transport, operand, received)
-    sent.copy_(operand)
-    if alike:
-        comm.Alltoall(mpi_buffer(sent), mpi_buffer(coming))
-    else:
-        comm.Alltoallv(_stretches(sent, leaving, ends), _stretches(coming, arriving))
+    sent, coming = host_memory(transport, rows, received)
+    sent.copy_(rows)
+    for row, into in zip(sent, coming, strict=True):
+        if alike:
+            comm.Alltoall(mpi_buffer(row), mpi_buffer(into))
+        else:
+            comm.Alltoallv(_stretches(row, leaving, ends), _stretches(into, arriving))
     received.copy_(coming)
 
 
-def spread_shares_(
-    comm: MPI.Comm, operand: Tensor, ends: Sequence[int], transport: Transport
-) -> None:
-    """Hand each rank's share of `operand`, cut as in `deal_shares_`, to all. Collective on `comm`.
+def spread_shares_(comm: MPI.Comm, rows: Tensor, ends: Sequence[int], transport: Transport) -> None:
+    """Hand each rank's share of each of `rows`, cut as in `deal_shares_`, to all.
 
-    Shares of one size by Allgather: MPICH's Allgatherv takes 3 times as long.
+    Shares of one size by Allgather: MPICH's Allgatherv takes 3 times as long. Collective on `comm`.
     """
     counts = [stop - start for start, stop in pairwise(ends)]
-    (everyone,) = host_memory(transport, operand)
-    if everyone is not operand:
-        own = slice(ends[comm.rank], ends[comm.rank + 1])
-        everyone[own].copy_(operand[own])
-    if len(set(counts)) == 1:
-        comm.Allgather(MPI.IN_PLACE, mpi_buffer(everyone))
-    else:
-        comm.Allgatherv(MPI.IN_PLACE, _stretches(everyone, counts))
-    operand.copy_(everyone)
+    (everyone,) = host_memory(transport, rows)
+    everyone.copy_(rows)
+    for row in everyone:
+        if len(set(counts)) == 1:
+            comm.Allgather(MPI.IN_PLACE, mpi_buffer(row))
+        else:
+            comm.Allgatherv(MPI.IN_PLACE, _stretches(row, counts))
+    rows.copy_(everyone)
 
 
 def sum_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
@@ -468,13 +489,15 @@ def sum_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
     if comm.size == 1:
         return
     room = max(1, transport.bucket_bytes // (flat.element_size() * comm.size)) * comm.size
-    for bucket in flat.split(room):
-        carried, ends = bucket.view(torch.int16), share_ends(bucket.numel(), comm.size)
-        mine = bucket[ends[comm.rank] : ends[comm.rank + 1]]
-        received = carried.new_empty(comm.size * mine.numel())
+    together = buckets_at_once(flat, room * flat.element_size(), transport)
+    for start, stop in runs(flat.numel(), room, together):
+        rows = flat[start:stop].view(max(1, (stop - start) // room), -1)
+        carried, ends = rows.view(torch.int16), share_ends(rows.shape[1], comm.size)
+        mine = rows[:, ends[comm.rank] : ends[comm.rank + 1]]
+        received = carried.new_empty(len(rows), comm.size * mine.shape[1])
         deal_shares_(comm, carried, ends, received, transport)
         total = torch.zeros_like(mine, dtype=torch.float32)
-        for part in received.view(flat.dtype).view(comm.size, mine.numel()):
+        for part in received.view(flat.dtype).view(len(rows), comm.size, -1).unbind(1):
             total.add_(part)
         mine.copy_(total)
         spread_shares_(comm, carried, ends, transport)
@@ -497,13 +520,13 @@ def _reduce_bucket_(
     share = operand.numel() // comm.size
     shared, rest = operand[: share * comm.size], operand[share * comm.size :]
     ends, received = share_ends(shared.numel(), comm.size), torch.empty_like(shared)
-    deal_shares_(comm, shared, ends, received, HOST)
+    deal_shares_(comm, shared.view(1, -1), ends, received.view(1, -1), HOST)
     first, *parts = received.view(comm.size, share)
     # In the type of the operand, as MPI does: torch would widen integers.
     mine = shared.view(comm.size, share)[comm.rank].copy_(first)
     for part in parts:
         mine.add_(part) if op == MPI.SUM else torch.maximum(mine, part, out=mine)
-    spread_shares_(comm, shared, ends, HOST)
+    spread_shares_(comm, shared.view(1, -1), ends, HOST)
     if rest.numel():
         comm.Allreduce(MPI.IN_PLACE, mpi_buffer(rest), op=op)
 

@@ -48,16 +48,15 @@ class Coded:
     """The memory of one vector of `blocks` blocks on its way between `workers` leaders.
 
     `records` uint8 [blocks, bytes] are the codes as they travel, with their scales; of int8sum they
-    are int8 [blocks, 128] and `maxima` [blocks] the scales. They travel by buckets; `together` the
-    codes of all whole ones are made at once. `received` has room for what an owner gets in a run
-    of those made at once.
+    are int8 [blocks, 128] and `maxima` [blocks] the scales. They travel by buckets; the codes of
+    `together` whole ones are made at once, a run. `received` has room for what an owner gets in it.
     """
 
     payload: str
     blocks: int
     workers: int
     bucket_blocks: int
-    together: bool
+    together: int
     records: Tensor
     maxima: Tensor
     received: Tensor
@@ -65,13 +64,6 @@ class Coded:
     @property
     def numel(self) -> int:
         return self.blocks * BLOCK
-
-    @property
-    def run_blocks(self) -> int:
-        """Blocks that are coded at once: one bucket, or as many as are whole."""
-        return self.bucket_blocks * (
-            max(1, self.blocks // self.bucket_blocks) if self.together else 1
-        )
 
     @property
     def levels(self) -> int:
@@ -96,12 +88,9 @@ def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transpor
     summed = payload == SUMMED
     size = BLOCK if summed else quantise.record_bytes(payload)
     bucket_blocks = max(1, transport.bucket_bytes // (size * workers)) * workers
-    # There the kernels of a bucket of 120 KiB take longer to start than to run.
-    together = like.device.type == "cuda"
+    together = collectives.buckets_at_once(like, bucket_blocks * size, transport)
     # All leaders' parts of a share are, at most, as many blocks as are coded at once.
-    room = -(-blocks // workers) * workers
-    if not together:
-        room = min(room, bucket_blocks)
+    room = min(bucket_blocks * together, -(-blocks // workers) * workers)
     dtype = torch.int8 if summed else torch.uint8
     records = torch.empty(blocks, size, dtype=dtype, device=like.device)
     maxima = like.new_empty(blocks if summed else 0)
@@ -139,8 +128,7 @@ def sum_coded_(
     transport = collectives.without_racks(transport)
     if racks is not None:
         between = racks.between
-    for first in range(0, coded.blocks, coded.run_blocks):
-        end = min(first + coded.run_blocks, coded.blocks)
+    for first, end in collectives.runs(coded.blocks, coded.bucket_blocks, coded.together):
         if leads and racks is not None:
             with clock.exchanging(device, "Reduce in the rack"):
                 collectives.reduce_(racks.inside, _run(values, first, end), transport)
@@ -191,18 +179,16 @@ def _sum_records_(
     for a, b in ((0, own), (after, cuts[-1])):
         quantise.encode_(offered[..., a:b, :], records[..., a:b, :], payload)
     received = coded.received[: buckets * (workers - 1) * (after - own)]
-    ends = [cut * size for cut in cuts]
-    leaving = records.view(buckets, -1)
+    ends, rows = [cut * size for cut in cuts], records.view(buckets, -1)
     with clock.exchanging(values.device, "Alltoallv"):
-        for bucket, arriving in zip(leaving, received.view(buckets, -1), strict=True):
-            collectives.deal_shares_(between, bucket, ends, arriving, transport, own=False)
+        arriving = received.view(buckets, -1)
+        collectives.deal_shares_(between, rows, ends, arriving, transport, own=False)
     total = offered[..., own:after, :]
     for part in received.view(*lead, workers - 1, after - own, size).unbind(-3):
         quantise.add_decoded_(part, total, payload)
     quantise.encode_(total, records[..., own:after, :], payload)
     with clock.exchanging(values.device, "Allgather"):
-        for bucket in leaving:
-            collectives.spread_shares_(between, bucket, ends, transport)
+        collectives.spread_shares_(between, rows, ends, transport)
 
 
 def _sum_integers_(

@@ -46,9 +46,10 @@ def read_(modules: list[_BatchNorm], flat: Tensor, reference: Tensor) -> None:
 
 def reset_(modules: list[_BatchNorm], flat: Tensor) -> None:
     """Fill `flat` [numel] with mean 0 and variance 1, the statistics of a removed channel."""
-    for _, mean, variance in _parts(modules, flat):
-        mean.zero_()
-        variance.fill_(1)
+    if modules:
+        means, variances = _lists(modules, flat)
+        torch._foreach_zero_(means + variances)
+        torch._foreach_add_(variances, 1)
 
 
 def _parts(modules: list[_BatchNorm], flat: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
@@ -76,8 +77,8 @@ def as_plain_(modules: list[_BatchNorm], flat: Tensor, reference: Tensor) -> Non
 def of_reference(modules: list[_BatchNorm], reference: Tensor) -> Tensor:
     """Return what `read_` gives where the statistics are those of the reference: 0 and var."""
     flat = reference.clone()
-    for _, mean, _ in _parts(modules, flat):
-        mean.zero_()
+    if modules:
+        torch._foreach_zero_(_lists(modules, flat)[0])
     return flat
 
 
@@ -113,9 +114,9 @@ def read_plain_(modules: list[_BatchNorm], flat: Tensor) -> None:
 
 def mend_(modules: list[_BatchNorm], last: Tensor) -> None:
     """Replace running statistics that are not finite by those in `last`, of `read_plain_`."""
-    for m, *before in _parts(modules, last):
-        for buffer, value in zip((m.running_mean, m.running_var), before, strict=True):
-            torch.where(torch.isfinite(buffer), buffer, value, out=buffer)
+    now = torch.empty_like(last)
+    read_plain_(modules, now)
+    write_plain(modules, torch.where(torch.isfinite(now), now, last))
 
 
 def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:

@@ -9,14 +9,16 @@ import torch
 from counting import Counting
 from driving import assert_alike_on_all_ranks, wire_of
 from nodes import NODE_SHAPES, WORLD, nodes_of
+from pretended import GPU, pretended_gpu
 from reference_payload import RECORD, coded_sum
 
 from mpi4py import MPI
 
 from prunex_mpi.base.units import ring_bytes
-from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock
+from prunex_mpi.compress.quantise import PAYLOADS
 from prunex_mpi.core.sums import (
     BLOCK,
     MOST_SUMMED,
@@ -128,17 +130,34 @@ def test_buckets_coded_together_are_the_same_bits(payload):
         transport, longest = Transport(BUCKET_BYTES), contribution(0, 61 * BLOCK, torch.float32)
         room = allocate_coded(payload, longest, topology.num_nodes, transport)
         received = room.records.new_empty(room.records.shape)
-        for blocks in (1, 29, 61):
+        for blocks, together in ((1, 9), (29, 9), (61, 3), (61, 99)):
             found = []
-            for coded in (room, replace(room, together=True, received=received)):
+            for coded in (room, replace(room, together=together, received=received)):
                 values = contribution(topology.node_index, blocks * BLOCK, torch.float32)
                 out = torch.full_like(values, torch.nan)
                 ways = topology.leader, topology.node, first_blocks(coded, values)
                 sum_coded_(*ways, values, out, transport, Clock())
                 found.append((out, values))
-            apart, together = found
-            assert torch.equal(apart[0], together[0])
-            assert torch.equal(apart[1], together[1])
+            for apart, joined in zip(*found, strict=True):
+                assert torch.equal(apart, joined)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_a_gpu_is_waited_for_as_often_for_a_long_message(payload):
+    with nodes_of(1) as topology:
+        if topology.num_nodes == 1:
+            pytest.skip("a node alone sends nothing")
+        found = []
+        for blocks in (40, 400):
+            with pretended_gpu() as waits:
+                ways = replace(build_transport(GPU, 1, "host"), bucket_bytes=BUCKET_BYTES), Clock()
+                values = contribution(topology.node_index, blocks * BLOCK, torch.float32).to(GPU)
+                coded = allocate_coded(payload, values, topology.num_nodes, ways[0])
+                before, out = waits.copy(), torch.empty_like(values)
+                sum_coded_(topology.leader, topology.node, coded, values, out, *ways)
+                found.append(waits - before)
+        assert found[0] == found[1]
 
 
 @pytest.mark.mpi
