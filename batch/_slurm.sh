@@ -35,13 +35,15 @@ run_ranks() {
 # End the script with the code of the training, and have the job queued again where that is 75.
 end_job() {
     if [[ $1 == 75 ]]; then
-        local job
-        job=$(scontrol --oneliner show job "$SLURM_JOB_ID" || true)
+        # SLURM_JOB_ID of one task of an array stands for all of them.
+        local job id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+        id=${id:-$SLURM_JOB_ID}
+        job=$(scontrol --oneliner show job "$id" || true)
         if [[ $job =~ JobState=COMPL && ! $job =~ \ PreemptTime=[0-9] ]]; then
             # Whoever cancels a job wants it to end; one that was requeued needs no help.
             echo "stopped after a checkpoint; if the job was cancelled, sbatch with its --run-dir goes on"
         # Fails where Slurm has requeued the job already.
-        elif scontrol requeue "$SLURM_JOB_ID"; then
+        elif scontrol requeue "$id"; then
             echo "preempted after a checkpoint: the job is queued again"
         fi
     fi

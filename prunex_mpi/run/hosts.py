@@ -27,6 +27,8 @@ def read_hosts(text: str) -> dict[str, int]:
         match = HOST.fullmatch(word.strip())
         if match is None or not int(match[2] or 1):
             raise UserError(f"--hosts: {quote(word)} is no host such as node1 or node1:4")
+        if match[1] in found:
+            raise UserError(f"--hosts names {match[1]} twice: give all its ranks at once")
         found[match[1]] = int(match[2] or 1)
     return found
 
