@@ -171,10 +171,13 @@ def local_computation(
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     decayed = share_decay_(context, settings.weight_decay if in_theta else 0.0)
     rho1 = None if state.consensus_sgd else admm.share_pull_(state, settings)
-    masked, weights = (
-        masks.factor_views(flat, state.layout, state.groups, state.factors)
-        for flat in (state.grad, state.theta)
-    )
+    mask_grad_ = mask_weights_ = None
+    if state.frozen:
+        how = state.layout, state.groups, state.factors
+        mask_grad_ = masks.masking(state.grad, *how)
+        if settings.optimizer == "muon":
+            # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
+            mask_weights_ = masks.masking(state.theta, *how)
     context.problem.model.train()
     steps = local_steps(context)
     while position.step < steps:
@@ -188,17 +191,16 @@ def local_computation(
         finish_average_(context, averager)
         state.scaler.unscale_(state.optimizer)
         watch_(context)
-        if state.frozen and settings.clip_grad:
-            masks.mask_views_(masked, state.factors)
+        if mask_grad_ and settings.clip_grad:
+            mask_grad_()
         clip_(context)
         if rho1 is not None:
             admm.add_pull_(state, rho1)
-        if state.frozen:
-            masks.mask_views_(masked, state.factors)
+        if mask_grad_:
+            mask_grad_()
         step_optimizer_(context, decayed)
-        if state.frozen and settings.optimizer == "muon":
-            # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
-            masks.mask_views_(weights, state.factors)
+        if mask_weights_:
+            mask_weights_()
         add_loss_(context, loss)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)

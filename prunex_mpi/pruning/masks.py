@@ -4,6 +4,8 @@ Masks are bool arrays on the host, one entry per group: they are small, decision
 and they are sent as packed bits. Tensors are multiplied by 0/1 factors on their own device.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -126,6 +128,18 @@ def build_factors(
 def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> None:
     """Multiply `flat` by the mask in place (flat ⊙ m); parameters without groups are untouched."""
     mask_views_(factor_views(flat, layout, groups, factors), factors)
+
+
+def masking(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> Callable[[], object]:
+    """Return what does as `apply_factors_`, again and again.
+
+    On a GPU by one vector, since layers would cost a kernel or more each.
+    """
+    if flat.device.type == "cpu":
+        return partial(mask_views_, factor_views(flat, layout, groups, factors), factors)
+    kept = torch.ones_like(flat)
+    apply_factors_(kept, layout, groups, factors)
+    return partial(flat.mul_, kept.bool())
 
 
 def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from counts import BY_HAND
+from pretended import GPU, pretended_gpu
 from torch import nn
 
 from prunex_mpi.models import batchnorm
@@ -15,7 +16,7 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_, with_index
 from prunex_mpi.pruning.groups import Groups, find_groups
-from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel
+from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel, masking
 from prunex_mpi.pruning.projection import select
 
 ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
@@ -62,6 +63,24 @@ def masks(groups: Groups, seed: int) -> list[np.ndarray]:
         drawn(1.6),
         random.random(groups.total) < 0.5,
     ]
+
+
+@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
+def test_masking_again_and_again_is_applying_the_factors(kinds):
+    layout, groups = prepare(kinds)
+    for mask in masks(groups, seed=len(kinds)):
+        flat = torch.randn(layout.numel)
+        factors = build_factors(mask, groups, CPU, flat.dtype)
+        expected = flat.clone()
+        apply_factors_(expected, layout, groups, factors)
+        with pretended_gpu():
+            there = flat.to(GPU)
+            factors_there = build_factors(mask, groups, GPU, flat.dtype)
+            masking(there, layout, groups, factors_there)()
+            back = there.cpu()
+        masking(flat, layout, groups, factors)()
+        assert torch.equal(flat, expected)
+        assert torch.equal(back, expected)
 
 
 @pytest.mark.parametrize("length", [5, 2**16])
