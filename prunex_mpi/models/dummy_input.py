@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from prunex_mpi.models.inputs import Inputs
+from prunex_mpi.models.inputs import Inputs, Tokens
 from prunex_mpi.models.slim import CONVOLUTIONS
 
 
@@ -68,6 +68,23 @@ def probe(model: nn.Module, inputs: Inputs) -> list[float]:
     with evaluating(model):
         logits = model(inputs.ramp(next(model.parameters())))
     return inputs.fingerprint(logits)
+
+
+def reads_ahead(model: nn.Module, inputs: Tokens, within: float) -> bool:
+    """Return whether other tokens change logits before them, by more than `within` of the largest.
+
+    The last third of a window is replaced, since what one token changes may be lost in rounding.
+    """
+    window = inputs.ramp(next(model.parameters()))
+    before = 2 * inputs.context // 3
+    other = window.clone()
+    other[:, before:] = 0
+    with evaluating(model):
+        # One by one: some networks share out what they can do among all tokens of a batch.
+        first, second = model(window), model(other)
+    least = within * first.nan_to_num(0, 0, 0).abs().max()
+    # What is not a number is no larger.
+    return bool(((first - second)[:, :before].abs() > least).any())
 
 
 def transient_buffers(model: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, listed, one_line, quote
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular, while_growing
 from prunex_mpi.models.dummy_input import find_ends
-from prunex_mpi.models.inputs import Inputs
+from prunex_mpi.models.inputs import Inputs, Tokens
 from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
 
 # Below, `weights_only` does not keep files from executing code (CVE-2025-32434, CVE-2026-24747).
@@ -165,7 +165,8 @@ def fit_(
     """Load trained weights and BatchNorm statistics into `model`; return what was left out, or "".
 
     The layer that makes the classes keeps its fresh weights where the file has another number of
-    classes, or if the classes are `others`. Raises UserError (UNREADABLE) where more differs.
+    classes, or if the classes are `others`. What the model shares may have any of its names in the
+    file. Raises UserError (UNREADABLE) where more differs.
     """
     mine = model.state_dict()
     for prefix in PREFIXES:
@@ -175,6 +176,10 @@ def fit_(
     theirs = {DENSENET.sub(r"\1\2", key): value for key, value in tensors.items()}
     if not any(key.startswith(AUXILIARY) for key in mine):
         theirs = {key: t for key, t in theirs.items() if not key.startswith(AUXILIARY)}
+    shared = _shared(model)
+    for names in shared:
+        if there := [key for key in names if key in theirs]:
+            theirs = dict.fromkeys(names, theirs[there[0]]) | theirs
     head, replaced = find_ends(model, inputs).head.rpartition(".")[0], ""
     weight = f"{head}.weight"
     if head and weight in theirs and theirs[weight].dim() == mine[weight].dim():
@@ -196,16 +201,35 @@ def fit_(
         if key not in mine or key not in theirs or mine[key].shape != theirs[key].shape
     ]
     if odd:
+        flags = "--model and --stem"
+        if isinstance(inputs, Tokens):
+            flags = "--model, --context and --tokenizer"
         raise UserError(
-            f"{where} does not fit the model: {listed(odd, '; ')}; give the --model and --stem it "
-            "is of",
+            f"{where} does not fit the model: {listed(odd, '; ')}; give the {flags} it is of",
             UNREADABLE,
         )
     wild = [key for key, t in theirs.items() if not bool(torch.isfinite(t).all())]
     if wild:
         raise UserError(f"{where} has values that are not finite: {listed(wild)}", UNREADABLE)
+    for names in shared:
+        first, *rest = (theirs[key].to(mine[key].dtype) for key in names)
+        if not all(torch.equal(first, tensor) for tensor in rest):
+            such = ", such as gpt_nano-untied" * isinstance(inputs, Tokens)
+            raise UserError(
+                f"{where} does not fit the model: {listed(names)} are one tensor in the model and "
+                f"differ there; give a --model in which they are apart{such}",
+                UNREADABLE,
+            )
     fill_(model, theirs)
     return replaced
+
+
+def _shared(model: nn.Module) -> list[list[str]]:
+    """Return the names of each tensor that has several in the state dict."""
+    named: dict[int, list[str]] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        named.setdefault(id(tensor), []).append(key)
+    return [names for names in named.values() if len(names) > 1]
 
 
 def _shape(tensor: Tensor | None) -> str:

@@ -286,7 +286,12 @@ def _collect(labels: Labels) -> Coupling:
             )
     if not sets:
         reason = excluded[0] if excluded else "it has no layer whose outputs another layer reads"
-        raise UserError(f"no coupled channels can be removed from the model ({reason})")
+        # Those of other kinds are of convolutions.
+        others = "other --groups, or " * any(len(labels.shapes[n]) > 2 for n in labels.positions)
+        raise UserError(
+            f"no coupled channels can be removed from the model ({reason}): choose {others}a "
+            "--method that does not prune, such as local-sgd"
+        )
     return Coupling(
         rows,
         columns,

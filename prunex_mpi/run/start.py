@@ -61,8 +61,8 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.build import CIFAR_STEM_MAX_SIDE, build_model
 from prunex_mpi.models.build import describe as describe_model
-from prunex_mpi.models.dummy_input import moved_in_training, probe
-from prunex_mpi.models.inputs import Images, Inputs, inputs_from
+from prunex_mpi.models.dummy_input import moved_in_training, probe, reads_ahead
+from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import out_of_reach
 from prunex_mpi.pruning.rules import rules_of
@@ -366,6 +366,7 @@ def assemble_around(
     run_on_first(world, lambda: check_transient(model, inputs))
     if ":" in settings.model:
         run_on_first(world, lambda: check_repeatable(settings, model, inputs))
+        run_on_first(world, lambda: check_causal(settings, model, inputs))
     layout = run_collectively(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))
@@ -435,4 +436,13 @@ def check_repeatable(settings: Settings, model: torch.nn.Module, inputs: Inputs)
         raise UserError(
             f"model {settings.model} is another one each time that it is built, with the same "
             "state_dict: keep what it draws in a buffer, or draw it by a seed of its own"
+        )
+
+
+def check_causal(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:
+    """Raise UserError where a model of the user's reads the tokens that it is to predict."""
+    if isinstance(inputs, Tokens) and reads_ahead(model, inputs, SAME_WITHIN):
+        raise UserError(
+            f"model {settings.model} reads ahead: the output at a position depends on later "
+            "tokens, which it is to predict; give it a causal mask"
         )

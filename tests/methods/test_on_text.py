@@ -121,6 +121,8 @@ WRONG = {
     "few tokens": (b"", "--train-samples 1", UNREADABLE, "2 ranks are more than the 1 windows"),
     "no tokenizer": (b"", "--tokenizer words", UNREADABLE, "give bytes, chars, or a tokenizer"),
     "a token beyond": (b"", "--model tiny_text:of_few_tokens", USAGE, "does not fit windows of 8"),
+    "no mask": (b"", "--model tiny_text:without_a_mask", USAGE, "depends on later tokens"),
+    "no channels": (b"", "--model tiny_text:lstm", USAGE, "classes): choose a --method that does"),
 }
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from text_nets import FACTORIES, OURS, TOKENS
 from torch import Tensor, nn
 
+from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import (
     Ends,
     dummy_input,
@@ -11,11 +13,12 @@ from prunex_mpi.models.dummy_input import (
     find_ends,
     moved_in_training,
     probe,
+    reads_ahead,
     settle,
     transient_buffers,
     try_forward,
 )
-from prunex_mpi.models.inputs import Images
+from prunex_mpi.models.inputs import Images, Tokens
 from prunex_mpi.pruning.coupling import find_coupling
 
 SIDE = 4
@@ -148,3 +151,33 @@ def test_transient_buffers_that_training_moves_are_found():
     assert moved_in_training(Moving(persistent=True), Images(SIDE)) == ""
     assert moved_in_training(Moving(persistent=False, moves=False), Images(SIDE)) == ""
     assert moved_in_training(nn.BatchNorm2d(3), Images(SIDE)) == ""
+
+
+TINY = [f"tiny_text:{name}" for name in ("gpt", "untied", "lstm")]
+
+
+@pytest.mark.parametrize("name", [*OURS, *FACTORIES, *TINY])
+def test_networks_that_predict_the_next_token_read_none_ahead(name):
+    assert not reads_ahead(build_model(name, TOKENS), TOKENS, 1e-4)
+
+
+@pytest.mark.parametrize("context", [2, 8, 256])
+def test_a_transformer_without_a_mask_reads_ahead(context):
+    torch.manual_seed(0)
+    inputs = Tokens(65, context)
+    model = build_model("tiny_text:without_a_mask", inputs)
+    for parameter in model.parameters():
+        # As small as in GPT-2, where little of a change comes through.
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+    assert reads_ahead(model, inputs, 1e-4)
+    assert not reads_ahead(build_model("tiny_text:gpt", inputs), inputs, 1e-4)
+
+
+def test_nothing_is_ahead_of_one_token_or_no_number():
+    inputs = Tokens(65, 1)
+    assert not reads_ahead(build_model("tiny_text:without_a_mask", inputs), inputs, 1e-4)
+    model = build_model("tiny_text:untied", TOKENS)
+    with torch.no_grad():
+        model.head.weight[3] = torch.nan
+    assert not reads_ahead(model, TOKENS, 1e-4)

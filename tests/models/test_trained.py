@@ -8,7 +8,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch import nn
 from torch.torch_version import TorchVersion
 
@@ -17,7 +17,7 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.models import trained as weights
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import find_ends
-from prunex_mpi.models.inputs import Images
+from prunex_mpi.models.inputs import Images, Tokens
 from prunex_mpi.models.trained import (
     SAFE_TORCH,
     digest_of,
@@ -156,6 +156,61 @@ def test_what_does_not_fit_is_named(change, word):
     with pytest.raises(UserError, match=r"^it ") as caught:
         fit_(resnet(), state, Images(SIDE), "it")
     assert word in str(caught.value)
+
+
+TOKENS = Tokens(19, 8)
+
+
+def text_model(name: str = "gpt_nano-w32", seed: int = 0, context: int = 8) -> nn.Module:
+    torch.manual_seed(seed)
+    return build_model(name, Tokens(19, context))
+
+
+@pytest.mark.parametrize("kept", ["embedding.weight", "head.weight"])
+def test_a_tensor_of_two_names_may_have_either_in_the_file(kept, tmp_path):
+    theirs, model = text_model(seed=5), text_model()
+    save_model(theirs, tmp_path / "weights.safetensors")
+    tensors = read_tensors(tmp_path / "weights.safetensors")
+    assert len(tensors) == len(theirs.state_dict()) - 1
+    tied = theirs.head.weight.detach()
+    tensors = {k: t for k, t in tensors.items() if t.shape != tied.shape} | {kept: tied}
+    assert fit_(model, tensors, TOKENS, "it") == ""
+    assert same(model.state_dict(), theirs.state_dict())
+    assert model.head.weight is model.embedding.weight
+
+
+def test_what_a_module_of_two_names_holds_may_have_either():
+    def twice() -> nn.Module:
+        norm = nn.BatchNorm2d(3)
+        return nn.Sequential(norm, norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4))
+
+    theirs, model = twice(), twice()
+    theirs(torch.randn(4, 3, SIDE, SIDE))
+    tensors = {k: t for k, t in theirs.state_dict().items() if not k.startswith("0.")}
+    assert fit_(model, tensors, Images(SIDE, 4), "it") == ""
+    assert same(model.state_dict(), theirs.state_dict())
+
+
+def test_two_tensors_are_not_loaded_into_one():
+    model, theirs = text_model(), text_model("gpt_nano-w32-untied").state_dict()
+    before = {k: t.clone() for k, t in model.state_dict().items()}
+    with pytest.raises(UserError, match=r"embedding.weight, head.weight are one tensor") as caught:
+        fit_(model, theirs, TOKENS, "it")
+    assert str(caught.value).endswith("in which they are apart, such as gpt_nano-untied")
+    assert caught.value.exit_code == UNREADABLE and len(str(caught.value)) < 250
+    assert same(model.state_dict(), before)
+    # What counts is what the model would hold.
+    theirs["head.weight"] = theirs["embedding.weight"].double()
+    assert fit_(model, theirs, TOKENS, "it") == ""
+    theirs["head.weight"][0, 0] = torch.nan
+    with pytest.raises(UserError, match=r"not finite: head.weight"):
+        fit_(model, theirs, TOKENS, "it")
+
+
+def test_another_context_is_refused_with_the_settings_of_text():
+    with pytest.raises(UserError, match=r"positions.weight is \[4, 32\] there") as caught:
+        fit_(text_model(), text_model(context=4).state_dict(), TOKENS, "it")
+    assert str(caught.value).endswith("give the --model, --context and --tokenizer it is of")
 
 
 class Harmful:

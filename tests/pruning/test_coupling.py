@@ -249,6 +249,7 @@ def test_what_would_be_felt_is_never_removed(middle, reason):
     with pytest.raises(UserError, match="no coupled channels can be removed") as caught:
         find_coupling(Body(middle), Images(SIDE))
     assert reason in str(caught.value)
+    assert "): choose other --groups, or a --method that does not prune" in str(caught.value)
 
 
 def test_plain_rules_know_what_gives_a_shape_alone():
