@@ -37,6 +37,8 @@ LINES = (METRICS, LAYERS, RANKS)
 # The folders of complete checkpoints: number, outer iteration and step.
 CHECKPOINT = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
 SUMMARY, STATE = "summary.json", "state.safetensors"
+# The copy of the file that text was cut into tokens by, of exported networks too.
+TOKENIZER = "tokenizer.json"
 # Holds why, in a run that diverged.
 DIVERGED = "diverged.json"
 # Of a job that is to go on with a run: there as long as it waits, with the launcher's words to the

@@ -1,17 +1,19 @@
 """Read settings from the command line and from the file of `--config`."""
 
 import argparse
+import dataclasses
 import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
-from prunex_mpi.base.files import plain_only, tomllib
+from prunex_mpi.base.files import TOKENIZER, open_regular, plain_only, tomllib
 from prunex_mpi.config.parser import Parser, last_value, program_parser
 from prunex_mpi.config.resolve import (
     BY_NAME,
@@ -90,8 +92,28 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
         # os.path says no where Path.exists raises; the run directory then says what is wrong.
         if os.path.exists(Path(given["run_dir"]) / "config.toml"):
             saved, asked = read_saved(given["run_dir"])
-            return resumed(saved, given, asked)
+            return resumed_by_tokenizer(saved, given, asked)
     return build(preset, layers, asked)
+
+
+def resumed_by_tokenizer(
+    saved: Mapping[str, Any], given: Mapping[str, Any], asked: Mapping[str, Any]
+) -> Settings:
+    """Return the settings of a run that goes on, as `resumed`, wherever its tokenizer's file lies.
+
+    A file that is `given` is judged by its bytes. The run's own copy stands in where none is left.
+    """
+    kept = Path(given["run_dir"]) / TOKENIZER
+    if saved["tokenizer"] in ("bytes", "chars") or not os.path.exists(kept):
+        return resumed(saved, given, asked)
+    with suppress(OSError), open_regular(kept) as ours:
+        if "tokenizer" in given:
+            with open_regular(given["tokenizer"]) as named:
+                if ours.read() == named.read():
+                    given = {**given, "tokenizer": saved["tokenizer"]}
+    settings = resumed(saved, given, asked)
+    gone = not os.path.exists(settings.tokenizer)
+    return dataclasses.replace(settings, tokenizer=str(kept)) if gone else settings
 
 
 def read_config(path: str) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any] | None]:

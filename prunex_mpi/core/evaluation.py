@@ -269,6 +269,7 @@ def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, floa
     """Return what z comes to over the `shard`s of all ranks, as `evaluate` does."""
     state, problem = context.state, context.problem
     sums = np.zeros(3)
+    loss = problem.task.tested_by(problem.loss)
     at_once = images_at_once(shard) if isinstance(shard, Shard) else EVALUATION_BATCH
     problem.model.eval()
     with weights(state, state.z):
@@ -276,7 +277,7 @@ def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, floa
             # Without the batch's number: who has fewer of them must not look late.
             context.heartbeat.beat(0)
             outputs = problem.model(images)
-            sums[0] += float(problem.loss(outputs, labels)) * labels.numel()
+            sums[0] += float(loss(outputs, labels)) * labels.numel()
             sums[1] += problem.task.right(outputs, labels)
             sums[2] += labels.numel()
     counted = {"evaluate": sums.nbytes}

@@ -5,6 +5,7 @@
 | outputs | logits [b, classes] | logits [b, context, vocabulary] |
 | targets | labels [b] | tokens [b, context] |
 | the loss is the mean over | images | tokens, in nats |
+| tests take | the loss of the run | cross-entropy |
 | an evaluation comes to | loss, accuracy | loss, perplexity, bits per byte |
 
 What data are read, and how, is told apart in core/loading.py.
@@ -19,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from prunex_mpi.base.record_keys import SPEED
-from prunex_mpi.core.losses import Loss
+from prunex_mpi.core.losses import Loss, cross_entropy
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class Task:
 
     `unit` is what data are counted in, `row` how many of them a row of a batch holds. `measures`
     are the keys of what `outcome` returns of a mean loss and a share of right answers, which
-    `right` counts; `losses` makes a loss of outputs [n, classes] and labels [n] one of this task's.
-    `speed` returns what a record says of a stream of batches, and of all ranks' steps per second.
+    `right` counts; `losses` makes a loss of outputs [n, classes] and labels [n] one of this task's,
+    `tested_by` returns what tests take, of a problem's loss. `speed` returns what a record says of
+    a stream of batches, and of all ranks' steps per second.
     """
 
     unit: str
@@ -38,6 +40,7 @@ class Task:
     outcome: Callable[[float, float], dict[str, float]]
     right: Callable[[Tensor, Tensor], int]
     losses: Callable[[Loss], Loss]
+    tested_by: Callable[[Loss], Loss]
     speed: Callable[[Any, float], dict[str, float]]
 
 
@@ -48,6 +51,7 @@ IMAGES = Task(
     outcome=lambda loss, right: {"loss": loss, "accuracy": right},
     right=lambda outputs, labels: int((outputs.argmax(dim=1) == labels).sum()),
     losses=lambda loss: loss,
+    tested_by=lambda loss: loss,
     speed=lambda stream, per_second: {},
 )
 
@@ -80,5 +84,7 @@ def next_token(context: int, bytes_per_token: float) -> Task:
         outcome=partial(text_outcome, bytes_per_token),
         right=lambda outputs, targets: 0,
         losses=lambda loss: partial(by_position, loss),
+        # Of another loss there are neither a perplexity nor bits.
+        tested_by=lambda loss: partial(by_position, cross_entropy),
         speed=lambda stream, per_second: {SPEED: per_second * stream.batch_size * context},
     )

@@ -1,7 +1,7 @@
 """Windows of a text as batches: drawn by a seed to train on, one after the other to test on.
 
-The last tenth of the tokens is to test on, as in nanoGPT; what is held out (`--val-split`) is the
-end of the other nine. A window is `context` tokens, and the targets are those one further on.
+What is held out (`--val-split`) is the end of the part to train on. A window is `context` tokens,
+and the targets are those one further on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,6 @@ from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data.batches import Device, seed_, upload
 from prunex_mpi.data.text_files import Prepared, Tokenizer, embedded_text, forget, prepare
 
-# Of ten parts of the text, those to train on.
-TRAINED, PARTS = 9, 10
 # Logits of a batch at once, where there is no gradient: 256 MiB in float32.
 MOST_LOGITS, HIDDEN = 2**26, 2**11
 
@@ -170,13 +168,15 @@ class Text:
     tokens: Tokens
     tokenizer: Tokenizer
     length: int  # bytes
+    begin: int  # of the tokens to test on
+    test_bytes: int
     digest: str
     found: str
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes of a token, the mean over the whole text."""
-        return self.length / len(self.tokens)
+        """The bytes of a token, the mean over the part to test on."""
+        return self.test_bytes / (len(self.tokens) - self.begin)
 
 
 def read_text_data(
@@ -196,7 +196,8 @@ def text_of(prepared: Prepared, last: bool = False) -> Text:
     finally:
         if last and prepared.temporary:
             forget(prepared.files)
-    return Text(tokens, prepared.tokenizer, prepared.length, prepared.digest, prepared.found)
+    names = "tokenizer", "length", "begin", "test_bytes", "digest", "found"
+    return Text(tokens, **{name: getattr(prepared, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -209,22 +210,24 @@ class Parts:
     test: int
 
 
-def parts_of(count: int, val_split: float, context: int, ranks: int, most: int = 0) -> Parts:
-    """Cut `count` tokens: nine tenths to train on, whose end is held out, and the rest to test on.
+def parts_of(
+    count: int, begin: int, val_split: float, context: int, ranks: int, most: int = 0
+) -> Parts:
+    """Cut `count` tokens: those before `begin` to train on, whose end is held out, others to test.
 
     Of the former the first `most` windows, unless 0. Raises UserError (UNREADABLE) for a part that
     has no window of `context` tokens, or too few for all ranks.
     """
-    trained = tested = count * TRAINED // PARTS
+    trained = begin
     if most:
         trained = most * context + 1
-        if trained > tested:
+        if trained > begin:
             raise UserError(
-                f"--train-samples {most}: there are only {(tested - 1) // context} windows of "
+                f"--train-samples {most}: there are only {(begin - 1) // context} windows of "
                 f"{context} tokens; 0 takes all"
             )
     val = round(trained * val_split)
-    parts = Parts(trained - val, val, tested, count - tested)
+    parts = Parts(trained - val, val, begin, count - begin)
     named = {"train": "train on", "test": "test on"} | ({"val": "hold out"} if val_split else {})
     for name, purpose in named.items():
         tokens = getattr(parts, name)
@@ -314,7 +317,8 @@ def take_windows(
         raise UserError("the text is one character over and over: give another one", UNREADABLE)
     # What is tested alone needs no window for each rank.
     trains = wanted is not None
-    parts = parts_of(len(tokens), val_split, context, size if trains else 1, wanted or 0)
+    ranks = size if trains else 1
+    parts = parts_of(len(tokens), text.begin, val_split, context, ranks, wanted or 0)
     per_rank = (parts.train - 1) // context // size if trains else 0
     first = rank * per_rank * context
     test = windows_of(tokens, parts.begin, len(tokens), context)

@@ -1,32 +1,41 @@
 """Read text from files and turn it into tokens: bytes, characters, or those of a tokenizer file.
 
-Bytes need no copy: the files themselves are mapped. Other tokens are written once per machine, to a
-file in TMPDIR that all its ranks map. Once they have, the file loses its name: nothing is left
-behind, and no later job meets what somebody else has put there.
+Bytes need no copy: the files themselves are mapped, unless they are too many. Other tokens are
+written once per machine, to a file in TMPDIR that all its ranks map. Once they have, the file loses
+its name: nothing is left behind, and no later job meets what somebody else has put there.
 
-Text is read in pieces that end where a line does, at most `PIECE_BYTES` long, the same ones for any
-number of ranks: tokens do not depend on who reads.
+A text has a part to train on and one to test on: names of files tell which, or the last tenth of
+the tokens is to test on, as in nanoGPT. It is read in pieces that end where a line does, at most
+`PIECE_BYTES` long, the same ones for any number of ranks: tokens do not depend on who reads.
 """
 
 import codecs
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from prunex_mpi.base.errors import FAILURE, UNREADABLE, UserError, one_line, quote
+from prunex_mpi.base.errors import FAILURE, UNREADABLE, UserError, listed, one_line, quote
 from prunex_mpi.base.files import open_regular
 from prunex_mpi.base.single_process import require_packages
 
 BYTES, CHARS = "bytes", "chars"
+# Of ten parts of a text whose names don't tell, those to train on.
+TRAINED, PARTS = 9, 10
+# Names of the files to train on; of those to test on the first that there is.
+TRAIN, TEST = "train", ("test", "val", "valid", "validation")
+# A process may hold 1,024 files, and each that is mapped is one.
+MOST_MAPPED = 256
 # How what stands for the tokens of a file begins; its digest follows.
 FILE_NAME = "tokenizer of SHA-256 "
 PIECE_BYTES = 2**20
@@ -63,7 +72,8 @@ class Prepared:
 
     The tokens lie in `files` one after the other, each of `type`; with no files they are those of
     the embedded text, in bytes. `temporary` files lose their names when they have been mapped.
-    `length` is the text's in bytes, `digest` tells it apart from others.
+    The text has `length` bytes; tokens from `begin` on are to test on, `test_bytes` of it. `digest`
+    tells the text and its parts apart from others.
     """
 
     tokenizer: Tokenizer
@@ -71,6 +81,8 @@ class Prepared:
     type: str
     temporary: bool
     length: int
+    begin: int
+    test_bytes: int
     digest: str
     found: str
 
@@ -112,6 +124,24 @@ def find_text_files(data_dir: str) -> list[Path]:
     if not found:
         raise UserError(f"folder {quote(data_dir, 250)} holds no file: {ADVICE}", UNREADABLE)
     return sorted(found)
+
+
+def split_files(data_dir: str, files: list[Path]) -> list[list[Path]]:
+    """Return the files to train on and those to test on, or all as one where names don't tell.
+
+    What tells is the name of a folder at the top, or a word in the name of a file there.
+    """
+    if len(files) < 2:
+        return [files]
+    by_word: dict[str, list[Path]] = {}
+    for path in files:
+        top, *inside = path.relative_to(data_dir).parts
+        words = {top} if inside else {*re.split("[^a-z]+", top.lower())}
+        # A name that has several tells nothing.
+        if len(named := words & {TRAIN, *TEST}) == 1:
+            by_word.setdefault(named.pop(), []).append(path)
+    test = next((by_word[word] for word in TEST if word in by_word), [])
+    return [by_word[TRAIN], test] if test and TRAIN in by_word else [files]
 
 
 def embedded_text() -> bytes:
@@ -211,38 +241,98 @@ def prepare(
     empty, no UTF-8 or not of the vocabulary, UserError (USAGE) for a tokenizer that can't be used.
     """
     files = find_text_files(data_dir) if data_dir else []
-    look = _Look()
-    text = pieces_of(files, going, look)
-    shards, kind = tuple(map(str, files)), "uint8"
+    parts = split_files(data_dir, files)
+    read = [path for part in parts for path in part]
+    looks = [_Look() for _ in parts]
+    texts = [pieces_of(part, going, look) for part, look in zip(parts, looks, strict=True)]
+    lost: set[str] = set()
     if name == BYTES:
         tokenizer = Tokenizer(BYTES, 256)
-        for _ in text:
-            pass
+        encode, place = _encoded_bytes, None
     elif name == CHARS:
-        tokenizer = _of_characters(text, known)
-        kind = type_for(tokenizer.size)
-        again = pieces_of(files, going, lambda data: None)
-        numbers = (encode_characters(piece, tokenizer.characters) for piece in again)
-        shards = (_write(numbers, kind),)
+        tokenizer = _of_characters(chain(*texts), known)
+        texts = [pieces_of(part, going, lambda data: None) for part in parts]
+        encode, place = partial(_encoded_characters, tokenizer.characters), _place_of_character
     else:
         tokenizer, encoder = read_tokenizer(name)
-        kind = type_for(tokenizer.size)
-        shards = (_write(_encoded(text, encoder), kind),)
-    if not look.length:
-        forget(shards if name != BYTES else ())
-        raise UserError(f"{quote(data_dir, 250)} is empty: {ADVICE}", UNREADABLE)
-    digest = sha256(repr((tokenizer, look.length, look.crc32)).encode()).hexdigest()
-    told = _told(data_dir, files, look.length)
-    return Prepared(tokenizer, shards, kind, name != BYTES, look.length, digest, told)
+        encode, place = partial(_encoded, encoder, lost), partial(_place_of_token, encoder)
+    kind = type_for(tokenizer.size)
+    temporary = name != BYTES or len(read) > MOST_MAPPED
+    if temporary:
+        path, counts = _write(map(encode, texts), kind)
+        shards = (path,)
+    else:
+        for _ in chain(*texts):
+            pass
+        shards, counts = tuple(map(str, read)), [[look.length] for look in looks]
+    length, count = sum(look.length for look in looks), sum(map(sum, counts))
+    try:
+        if not length:
+            raise UserError(f"{quote(data_dir, 250)} is empty: {ADVICE}", UNREADABLE)
+        if not count:
+            raise UserError(
+                f"--tokenizer {quote(name, 250)} makes no tokens of the text: give one that knows "
+                "its characters",
+                UNREADABLE,
+            )
+        if len(parts) > 1:
+            begin, test_bytes = sum(counts[0]), looks[1].length
+        else:
+            begin = count * TRAINED // PARTS
+            test_bytes = count - begin
+            if place:
+                again = pieces_of(read, going, lambda data: None)
+                test_bytes = _bytes_from(begin, again, counts[0], place)
+    except BaseException:
+        forget(shards if temporary else ())
+        raise
+    seen = [number for look in looks for number in (look.length, look.crc32)]
+    # Wherever the tokenizer's file lies.
+    by = replace(tokenizer, name="") if tokenizer.digest else tokenizer
+    digest = sha256(repr((by, *seen)).encode()).hexdigest()
+    told = _told(data_dir, files, parts, length)
+    if lost:
+        told += f"; the tokenizer loses characters: {listed(map(repr, sorted(lost)))}"
+    sizes = length, begin, test_bytes
+    return Prepared(tokenizer, shards, kind, temporary, *sizes, digest, told)
 
 
-def _told(data_dir: str, files: Sequence[Path], length: int) -> str:
+def _bytes_from(
+    begin: int, text: Iterable[str], counts: Iterable[int], place: Callable[[str, int], int]
+) -> int:
+    """Return the bytes of a text from token `begin` on.
+
+    `counts` are the tokens of its pieces; `place` finds the character where one of a piece begins.
+    """
+    first, length = 0, 0
+    for piece, count in zip(text, counts, strict=False):
+        if begin <= first:
+            length += len(piece.encode())
+        elif begin < first + count:
+            length += len(piece[place(piece, begin - first) :].encode())
+        first += count
+    return length
+
+
+def _told(
+    data_dir: str, files: Sequence[Path], parts: Sequence[Sequence[Path]], length: int
+) -> str:
     if not files:
         return f"text: the language reference of this Python, {length:,} bytes"
     if len(files) == 1:
         return f"text: {files[0]}, {length:,} bytes"
-    first, last = (path.relative_to(data_dir) for path in (files[0], files[-1]))
-    return f"text: {len(files):,} files in {data_dir}, {first} to {last}, {length:,} bytes"
+
+    def span(part: Sequence[Path]) -> str:
+        ends = dict.fromkeys(str(path.relative_to(data_dir)) for path in (part[0], part[-1]))
+        return " to ".join(ends)
+
+    spans, others = span(parts[0]), ""
+    if len(parts) > 1:
+        spans = f"train on {spans}, test on {span(parts[1])}"
+        if rest := sorted({*files}.difference(*parts)):
+            others = f"; not read: {listed(str(path.relative_to(data_dir)) for path in rest)}"
+    count = sum(map(len, parts))
+    return f"text: {count:,} files in {data_dir}, {spans}, {length:,} bytes{others}"
 
 
 def forget(files: Iterable[str]) -> None:
@@ -257,15 +347,22 @@ def type_for(vocabulary: int) -> str:
     return next((t for t in ("uint8", "uint16") if vocabulary - 1 <= np.iinfo(t).max), "uint32")
 
 
-def _write(numbers: Iterable[np.ndarray], kind: str) -> str:
-    """Write tokens to a new file in TMPDIR that only this user can read; return its path."""
+def _write(parts: Iterable[Iterable[np.ndarray]], kind: str) -> tuple[str, list[list[int]]]:
+    """Write tokens to a new file in TMPDIR that only this user can read.
+
+    Return its path, and how many tokens each array of each part has.
+    """
     path, complete = "", False
+    counts: list[list[int]] = []
     try:
         # Made anew under a name that nobody can know before: no link leads elsewhere.
         descriptor, path = tempfile.mkstemp(prefix=TEMPORARY)
         with os.fdopen(descriptor, "wb") as file:
-            for array in numbers:
-                file.write(array.astype(kind).tobytes())
+            for numbers in parts:
+                counts.append([])
+                for array in numbers:
+                    file.write(array.astype(kind).tobytes())
+                    counts[-1].append(len(array))
         complete = True
     except OSError as error:
         raise UserError(
@@ -276,7 +373,7 @@ def _write(numbers: Iterable[np.ndarray], kind: str) -> str:
     finally:
         if path and not complete:
             forget([path])
-    return path
+    return path, counts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -348,11 +445,32 @@ def read_tokenizer(path: str) -> tuple[Tokenizer, Any]:
     return Tokenizer(path, size, digest=sha256(data).hexdigest()), encoder
 
 
-def _encoded(text: Iterable[str], encoder: Any) -> Iterator[np.ndarray]:
+def _encoded_bytes(text: Iterable[str]) -> Iterator[np.ndarray]:
+    return (np.frombuffer(piece.encode(), dtype=np.uint8) for piece in text)
+
+
+def _encoded_characters(characters: str, text: Iterable[str]) -> Iterator[np.ndarray]:
+    return (encode_characters(piece, characters) for piece in text)
+
+
+def _encoded(encoder: Any, lost: set[str], text: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yield the tokens of each piece; add to `lost` characters that some of them do not give."""
     pieces = iter(text)
     while batch := list(islice(pieces, PIECES_AT_ONCE)):
-        for found in encoder.encode_batch(batch, add_special_tokens=False):
+        encoded = encoder.encode_batch(batch, add_special_tokens=False)
+        # One of many, which takes little time: the last, as it is of what is tested on, too.
+        lost |= {*batch[-1]} - {*encoder.decode(encoded[-1].ids, skip_special_tokens=False)}
+        for found in encoded:
             yield np.array(found.ids, dtype=np.int64)
+
+
+def _place_of_character(piece: str, number: int) -> int:
+    return number
+
+
+def _place_of_token(encoder: Any, piece: str, number: int) -> int:
+    """Return which character of a piece its token of this number begins at."""
+    return encoder.encode(piece, add_special_tokens=False).offsets[number][0]
 
 
 def decode(tokenizer: Tokenizer, numbers: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import json
 import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,6 +47,8 @@ FORMAT = 5
 # Places of a transformer, each with weights of its own.
 MOST_PATCHES = 2**18
 MODEL, PLAN = "model.safetensors", "plan.json"
+# Of the largest output, or of 1: other processors and versions round otherwise.
+PROBE_TOLERANCE = 2e-2
 # Depth and the channels of the first stage: 16, or W in networks named -wW.
 CIFAR_FAMILY = {
     f"resnet{depth}" + f"-w{width}" * (width != 16): (depth, width)
@@ -66,8 +69,9 @@ def load(folder: str | Path) -> nn.Module:
 
     It maps [n, 3, image_size, image_size], scaled to 0..1 and normalised by the mean and std of the
     plan, to [n, num_classes]. A network of `package.module:factory` needs that module to be
-    importable. Raises ValueError for a plan of another format and for files that are none, such as
-    pipes, RuntimeError for weights that do not fit the plan.
+    importable. Raises ValueError for a plan of another format, for files that are none, such as
+    pipes, and for others than were written; RuntimeError for weights that do not fit the plan, and
+    where the network computes something else than it did.
     """
     folder = Path(folder)
     for name in (PLAN, MODEL):
@@ -76,11 +80,44 @@ def load(folder: str | Path) -> nn.Module:
     plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
     if plan["format"] != FORMAT:
         raise ValueError(f"{folder / PLAN} has format {plan['format']}, this file reads {FORMAT}")
+    if plan.get("crc32", found := checksum(folder / MODEL)) != found:
+        raise ValueError(f"{folder / MODEL} is damaged, or of another export than {PLAN}")
     model = build(plan["model"])
     resize_(model, plan["layers"])
     fill_(model, load_file(folder / MODEL))
     model.eval()
+    if moved := by_how_much(model, plan["model"], plan.get("probe")):
+        raise RuntimeError(
+            f"{plan['model']['name']} does not compute what it did when it was exported (outputs "
+            f"differ by {moved}): put its source back as it was"
+        )
     return model
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            found = zlib.crc32(chunk, found)
+    return found
+
+
+def by_how_much(
+    model: nn.Module, description: Mapping[str, Any], logits: list[float] | None
+) -> str:
+    """Return how far outputs are from the `logits` of a fixed input, "" for rounding or no logits.
+
+    The model is in evaluation mode.
+    """
+    if logits is None:
+        return ""
+    inputs = inputs_from(description)
+    with torch.no_grad():
+        now = inputs.fingerprint(model(inputs.ramp(next(model.parameters()))))
+    found, wanted = (torch.tensor(numbers, dtype=torch.float64) for numbers in (now, logits))
+    apart = float((found - wanted).abs().max())
+    return "" if apart <= PROBE_TOLERANCE * max(1.0, float(wanted.abs().max())) else f"{apart:.2g}"
 
 
 def fill_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

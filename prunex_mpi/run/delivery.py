@@ -92,6 +92,8 @@ def save_model(
         "mean": problem.mean.tolist(),
         "std": problem.std.tolist(),
         "probe": logits,
+        # Tells the run's data apart from others that the network is tested on.
+        "data": problem.digest,
     }
 
 

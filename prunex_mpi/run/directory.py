@@ -6,9 +6,11 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,15 @@ from prunex_mpi.base.files import (
     NEXT,
     READY,
     SUMMARY,
+    TOKENIZER,
     FileRecord,
     no_links,
+    open_regular,
     read_record,
     read_text,
     remove_folder,
     sync,
+    telling_disk_errors,
     tomllib,
     touch,
     write_durably,
@@ -306,10 +311,32 @@ class RunDirectory:
         folder = self.path / name
         try:
             if folder.is_dir() and not folder.is_symlink():
-                shutil.rmtree(folder)
+                folder.rename(tempfile.mkdtemp(prefix=f".{name}-", dir=self.path))
             folder.mkdir()
         except OSError as error:
             raise UserError(f"{folder} is in the way: {error.strerror}; remove it") from None
+        for old in self.path.glob(f".{name}-*"):
+            # On NFS what a rank still has open stays, by another name, and its folder with it.
+            shutil.rmtree(old, ignore_errors=True)
+
+    def keep_tokenizer(self, name: str, digest: str) -> None:
+        """Copy a tokenizer's file, whose `digest` is "" for none, into a run that has it not yet.
+
+        The run then does not depend on where the file lies. Raises UserError.
+        """
+        kept = self.path / TOKENIZER
+        if not digest or kept.exists():
+            return
+        try:
+            with open_regular(name) as file:
+                data = file.read()
+        except OSError:
+            data = b""
+        if sha256(data).hexdigest() != digest:
+            raise UserError(
+                f"--tokenizer {name} is not the file that was read any more; start again"
+            )
+        telling_disk_errors(TOKENIZER, lambda: write_durably(kept, data.decode()))
 
     def note_divergence(self, reason: str) -> None:
         """Write why the run diverged to diverged.json; a full disk is ignored."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
-from prunex_mpi.base.files import STATE, SUMMARY, FileRecord, read_record
+from prunex_mpi.base.files import STATE, SUMMARY, TOKENIZER, FileRecord, read_record
 from prunex_mpi.base.imports import check_named
 from prunex_mpi.config.cli import read_saved
 from prunex_mpi.config.resolve import resumed
@@ -23,13 +23,11 @@ from prunex_mpi.data.text import TextSet, Windows, read_text_data, take_windows
 from prunex_mpi.data.text_files import BYTES, CHARS, FILE_NAME, Tokenizer
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
-from prunex_mpi.models.dummy_input import probe, transient_buffers
+from prunex_mpi.models.dummy_input import transient_buffers
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import TEXT, Settings
 
-# Other processors and TF32 round differently; another network differs far more.
-PROBE_TOLERANCE = 2e-2
 SHOWN_LENGTH = 120
 
 
@@ -83,6 +81,8 @@ def read_finished_run(
         raise UserError(f"{path} is not the folder of a run: it has no config.toml", UNREADABLE)
     saved, _ = read_saved(str(path))
     settings = resumed(saved, {"data_dir": data_dir} if data_dir else {})
+    if settings.tokenizer not in (BYTES, CHARS) and (path / TOKENIZER).exists():
+        settings = replace(settings, tokenizer=str(path / TOKENIZER))
     config = f"{path}/config.toml"
     check_named("model", settings.model, given, config, path, whole)
     if with_data:
@@ -96,13 +96,13 @@ def read_finished_run(
     try:
         delivered = summary["delivered"]
         record = FileRecord(int(delivered["bytes"]), int(delivered["crc32"]))
-        logits = torch.tensor(delivered["probe"], dtype=torch.float64)
+        logits = list(map(float, delivered["probe"]))
         mean, std = (torch.tensor(delivered[key], dtype=torch.float32) for key in ("mean", "std"))
         inputs = inputs_from(delivered)
         layers = {name: dict(sizes) for name, sizes in delivered.get("layers", {}).items()}
         # Tokens are not normalised.
         colours = 0 if isinstance(inputs, Tokens) else 3
-        if logits.dim() != 1 or len(mean) != colours or len(std) != colours:
+        if len(mean) != colours or len(std) != colours:
             raise ValueError
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         raise UserError(
@@ -113,15 +113,14 @@ def read_finished_run(
     model.eval()
     _resize_(model, layers, settings.model)
     _fill_(model, _read_state(path / STATE, record, going), settings.model)
-    found = torch.tensor(probe(model, inputs), dtype=torch.float64)
-    apart = float((found - logits).abs().max())
-    if not apart <= PROBE_TOLERANCE * max(1.0, float(logits.abs().max())):
+    description = describe(settings.model, inputs, settings.stem)
+    if moved := standalone.by_how_much(model, description, logits):
         also = ""
         for name in transient_buffers(model)[:1]:
             also = f", or keep {name} in a persistent buffer and train anew"
         raise UserError(
             f"model {settings.model} does not compute what it did in the run (outputs differ by "
-            f"{apart:.2g}): put its source back as it was{also}",
+            f"{moved}): put its source back as it was{also}",
             UNREADABLE,
         )
     classes = delivered.get("classes", [])
@@ -131,7 +130,7 @@ def read_finished_run(
         settings=settings,
         summary=summary,
         reader=data.reader if data else None,
-        description=describe(settings.model, inputs, settings.stem),
+        description=description,
         model=model,
         test=data.test if data else None,
         mean=mean,

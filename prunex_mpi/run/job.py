@@ -24,6 +24,7 @@ from prunex_mpi.comm.agreement import (
 from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.loading import load_dataset, share_contents
+from prunex_mpi.data.text import TextSet
 from prunex_mpi.run import checkpoint, delivery, directory, start
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
@@ -99,6 +100,9 @@ def run(
         held = open_run(world, context.settings, config, again)
         with closing(dataset), held as (path, files):
             run_collectively(world, lambda: watchdog.share(path / "heartbeats", world.size))
+            if isinstance(dataset, TextSet):
+                known = dataset.text.tokenizer
+                run_on_first(world, lambda: files.keep_tokenizer(known.name, known.digest))
             if settings.resume:
                 if is_complete(world, files):
                     log.info("%s is complete: there is nothing left to do", path)

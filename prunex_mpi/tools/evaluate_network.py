@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
-from prunex_mpi.base.files import prepare_file, read_text, write_json
+from prunex_mpi.base.files import TOKENIZER, prepare_file, read_text, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.imports import check_named
 from prunex_mpi.base.logs import set_up_logging
@@ -39,7 +39,7 @@ from prunex_mpi.run.finished_run import read_finished_run
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, FROM_FILES, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
-from prunex_mpi.tools.evaluate_text import describe_text, judge_text
+from prunex_mpi.tools.evaluate_text import describe_text, judge_text, read_text_for
 
 # Settings of a run that say on what it was tested.
 DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt", "workers", "tokenizer")
@@ -49,8 +49,8 @@ DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt", "workers", "token
 class Network:
     """A network on the CPU, what it expects of images, and which it was tested on before.
 
-    `classes` are the names of its classes, where they are known; `data` has the settings DATA, or
-    is empty.
+    `classes` are the names of its classes, where they are known; `data` has the settings DATA, of
+    an exported network at most the tokenizer; `digest` tells its data apart from others.
     """
 
     model: nn.Module
@@ -59,6 +59,7 @@ class Network:
     mean: Tensor
     std: Tensor
     data: dict[str, Any]
+    digest: str
 
 
 def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
@@ -72,7 +73,12 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     with take_places(world, 0, options.device) as place:
         data = run_collectively(world, lambda: data_of(network, options))
         if data["dataset"] == TEXT:
-            found = judge_text(place, network, data, options.batch_size, heartbeat)
+            text = read_text_for(place, network, data, heartbeat)
+            # Of its own text the network has seen all but the test part; "" is not known.
+            own = data["data_dir"] == network.data.get("data_dir")
+            whole = not own and network.digest not in ("", text.digest)
+            around = data["test_samples"], options.batch_size, heartbeat
+            found = judge_text(place, network, text, *around, whole)
             words = describe_text(found, options)
         else:
             with closing(load_images(place, network, data, heartbeat)) as dataset:
@@ -153,6 +159,7 @@ def read_network(path: Path, given: Collection[str] = ()) -> Network:
         mean=run.mean,
         std=run.std,
         data={name: getattr(settings, name) for name in DATA},
+        digest=str(run.summary["delivered"].get("data", "")),
     )
 
 
@@ -162,14 +169,15 @@ def _read_exported(path: Path, given: Collection[str]) -> Network:
         name = str(plan["model"]["name"])
         check_named("model", name, given, f"{path}/{standalone.PLAN}", path)
         model = standalone.load(path)
-        look = plan["normalisation"]
+        look, tokenizer = plan["normalisation"], path / TOKENIZER
         return Network(
             model=model,
             inputs=inputs_from(plan["model"]),
             classes=tuple(map(str, plan.get("classes", ()))),
             mean=torch.tensor(look["mean"]),
             std=torch.tensor(look["std"]),
-            data={},
+            data={"tokenizer": str(tokenizer)} if tokenizer.exists() else {},
+            digest=str(plan.get("data", "")),
         )
     except UserError:
         raise
@@ -198,6 +206,12 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
     if (data["dataset"] == TEXT) != isinstance(network.inputs, Tokens):
         kind = "text" if isinstance(network.inputs, Tokens) else "images"
         raise UserError(f"the network reads {kind}: give --dataset another name")
+    # The embedded text is the run's, if that was trained on it.
+    if data["dataset"] == TEXT and not ("dataset" in network.data or options.data_dir):
+        raise UserError(
+            "an exported network does not say which text it is for: give --data-dir a file or a "
+            "folder of text"
+        )
     files = data["dataset"] in FROM_FILES or ":" in data["dataset"]
     if options.skip_corrupt and not files:
         raise UserError("skip-corrupt is for images in files; leave it away")

@@ -1,4 +1,4 @@
-"""Test a network that predicts the next token on the end of a text that the ranks share."""
+"""Test a network that predicts the next token on a text that the ranks share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,23 +14,19 @@ from prunex_mpi.base.tables import format_lines
 from prunex_mpi.comm.agreement import run_collectively, sum_alike_
 from prunex_mpi.core.loading import READ, share_text
 from prunex_mpi.core.task import by_position, next_token
-from prunex_mpi.data.text import TextSet, take_windows, window_batches
+from prunex_mpi.data.text import Text, Windows, take_windows, window_batches, windows_of
+from prunex_mpi.data.text_files import Tokenizer
 from prunex_mpi.models.inputs import Tokens
 from prunex_mpi.run.finished_run import known_tokenizer
 from prunex_mpi.run.start import Place
 from prunex_mpi.tools.evaluate_options import Options
 
 
-def judge_text(
-    place: Place, network: Any, data: Mapping[str, Any], batch: int, heartbeat: Heartbeat
-) -> dict[str, Any]:
-    """Return how good a `network` of evaluate_network.py is on the test part of a text.
+def find_tokenizer(network: Any, data: Mapping[str, Any]) -> tuple[str, Tokenizer | None]:
+    """Return the tokenizer of a network by name, and itself where its tokens tell it.
 
-    The same on every rank. Raises UserError on every rank where the text is of another vocabulary.
-    Collective on `world`.
+    Raises UserError where it is a file that is not known.
     """
-    world = place.topology.world
-    network.model.to(place.device).eval()
     known = known_tokenizer(network.classes)
     name = known.name if known else data.get("tokenizer", "")
     if not name:
@@ -38,32 +34,83 @@ def judge_text(
             "the exported network was trained on the tokens of a tokenizer file, which it does not "
             "hold: give the folder of its run"
         )
-    read = share_text(world, data["data_dir"], name, heartbeat, known)[READ]
-    where = (world.rank, world.size)
+    return name, known
 
-    def take() -> TextSet:
-        windows = (None, data.get("test_samples", 0))
-        text = take_windows(read, network.inputs.context, samples=windows, val_split=0, part=where)
-        if text.class_names != network.classes:
-            raise UserError(
-                f"--tokenizer {name} of the run is not the file any more that the network was "
-                "trained with: put it back",
-                UNREADABLE,
-            )
-        return text
 
-    text = run_collectively(world, take)
+def read_text_for(
+    place: Place, network: Any, data: Mapping[str, Any], heartbeat: Heartbeat
+) -> Text:
+    """Read the text that `data` names for a `network` of evaluate_network.py.
+
+    Raises UserError on every rank where the text is of another vocabulary. Collective on `world`.
+    """
+    world = place.topology.world
+    name, known = find_tokenizer(network, data)
+    text: Text = share_text(world, data["data_dir"], name, heartbeat, known)[READ]
+    # It is the same on every rank.
+    if text.tokenizer.names != network.classes:
+        raise UserError(
+            f"--tokenizer {name} of the run is not the file any more that the network was trained "
+            "with: put it back",
+            UNREADABLE,
+        )
+    return text
+
+
+def judge_text(
+    place: Place,
+    network: Any,
+    text: Text,
+    samples: int,
+    batch: int,
+    heartbeat: Heartbeat,
+    whole: bool = False,
+) -> dict[str, Any]:
+    """Return how good a `network` is on the test part of a text, or on the `whole` of it.
+
+    So many `samples` are tested, 0 for all. The same on every rank. Raises UserError on every rank
+    where the text is too short. Collective on `world`.
+    """
+    world, context = place.topology.world, network.inputs.context
+    network.model.to(place.device).eval()
+    part = (world.rank, world.size)
+
+    def take() -> Windows:
+        if whole:
+            return whole_windows(text, context, samples).part(slice(world.rank, None, world.size))
+        return take_windows(text, context, samples=(None, samples), val_split=0, part=part).test
+
+    windows = run_collectively(world, take)
     heartbeat.enter("evaluate")
-    sums = count(network.model, text, network.inputs, place.device, batch, heartbeat)
+    sums = count(network.model, windows, network.inputs, place.device, batch, heartbeat)
     sum_alike_(world, sums)
-    task = next_token(text.context, read.bytes_per_token)
-    return {"tokens": int(sums[1]), **task.outcome(float(sums[0] / sums[1]), 0.0)}
+    bytes_per_token = text.length / len(text.tokens) if whole else text.bytes_per_token
+    outcome = next_token(context, bytes_per_token).outcome(float(sums[0] / sums[1]), 0.0)
+    told = {"text": text.found.removeprefix("text: "), "tokens_of_text": len(text.tokens)}
+    return {**told, "tokens": int(sums[1]), **outcome}
+
+
+def whole_windows(text: Text, context: int, most: int) -> Windows:
+    """Return the windows of all of a text, the first `most` of them unless 0. Raises UserError."""
+    windows = windows_of(text.tokens, 0, len(text.tokens), context)
+    if not len(windows):
+        raise UserError(
+            f"the text has {len(text.tokens):,} tokens, and a test of the network takes at least "
+            f"{context + 1:,}: give more text",
+            UNREADABLE,
+        )
+    if most > len(windows):
+        raise UserError(
+            f"--test-samples {most}: there are only {len(windows)} windows of {context} tokens; 0 "
+            "takes all"
+        )
+    return windows.part(slice(most or None))
 
 
 @torch.no_grad()
 def count(
     model: torch.nn.Module,
-    text: TextSet,
+    windows: Windows,
     inputs: Tokens,
     device: torch.device,
     batch: int,
@@ -71,9 +118,7 @@ def count(
 ) -> np.ndarray:
     """Return the sum of the losses in nats and the number of tokens of this rank's share."""
     sums = np.zeros(2)
-    batches = window_batches(
-        text.test, batch_size=batch, device=device, vocabulary=inputs.vocabulary
-    )
+    batches = window_batches(windows, batch_size=batch, device=device, vocabulary=inputs.vocabulary)
     for tokens, targets in batches:
         heartbeat.beat(0)
         outputs = model(tokens).double()
@@ -85,5 +130,10 @@ def count(
 def describe_text(found: Mapping[str, Any], options: Options) -> str:
     """Return what was found as text."""
     record = {f"test_{name}": value for name, value in found.items()}
-    rows = [("network", str(options.network)), ("tokens", f"{found['tokens']:,}")]
-    return format_lines([*rows, ("cross-entropy", reached(record, "test"))])
+    rows = [
+        ("network", str(options.network)),
+        ("text", found["text"]),
+        ("tokens", f"{found['tokens']:,} of the text's {found['tokens_of_text']:,}"),
+        ("cross-entropy", reached(record, "test")),
+    ]
+    return format_lines(rows)

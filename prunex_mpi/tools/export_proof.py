@@ -58,14 +58,14 @@ class Proof:
         """Whether the two networks are the same but for rounding."""
         return self.exact <= EXACT * max(1.0, self.scale) and self.difference <= self.allowed
 
-    def line(self, counted: str = "image") -> str:
-        """Return what the proof found; `counted` is what is right or wrong."""
+    def line(self, counted: str = "image", names: tuple[str, str] = ("masked", "smaller")) -> str:
+        """Return what the proof found of networks by `names`; `counted` is right or wrong."""
         shares = [f"{100 * n / self.images:.2f} %" for n in (self.masked_right, self.smaller_right)]
         ties = f", {self.answers_differ} answers differ by ties" if self.answers_differ else ""
         return (
             f"on {self.images} test {counted}s the outputs differ by at most {self.difference:.2g} "
             f"(of {self.scale:.2g}; {self.exact:.2g} in float64); "
-            f"accuracy {shares[0]} masked, {shares[1]} smaller "
+            f"accuracy {shares[0]} {names[0]}, {shares[1]} {names[1]} "
             f"({self.masked_right} and {self.smaller_right} right{ties})"
         )
 

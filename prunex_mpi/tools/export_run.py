@@ -14,8 +14,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from prunex_mpi.base.errors import FAILURE, UserError, one_line
-from prunex_mpi.base.files import STATE, sync, touch, write_json_durably
+from prunex_mpi.base.errors import FAILURE, UserError, listed, one_line
+from prunex_mpi.base.files import STATE, TOKENIZER, sync, touch, write_json_durably
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import Look, evaluation_batches, part_of
@@ -24,7 +24,7 @@ from prunex_mpi.data.text_files import Tokenizer, decode
 from prunex_mpi.diagnosis.machine import describe_machine, package_versions
 from prunex_mpi.models import gpt, slim, standalone
 from prunex_mpi.models import inputs as inputs_file
-from prunex_mpi.models.dummy_input import evaluating
+from prunex_mpi.models.dummy_input import evaluating, probe
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
@@ -62,6 +62,8 @@ def export(options: Options) -> None:
     images, _ = next(batches_of(JUDGED_IMAGES))
     run.check_readable()
 
+    dropped = files_before(options)
+
     # Take out what can go.
     coupling, stays = find_channels(run.model, inputs)
     verdict = judge(run.model, coupling, images)
@@ -74,6 +76,7 @@ def export(options: Options) -> None:
         "layers": sizes_in_all(run.model, before, coupling, verdict.removed),
         "normalisation": {"mean": run.mean.tolist(), "std": run.std.tolist()},
         "classes": delivered.get("classes", []),
+        "data": delivered.get("data", ""),
         **{name: run.summary[name] for name in QUALITY if run.summary.get(name) is not None},
         "removed": describe_removed(coupling, verdict.removed),
         "stays": [*verdict.stays, *stays, *zeros_that_stay(tensors)],
@@ -84,10 +87,15 @@ def export(options: Options) -> None:
     lines = []
     with new_model_folder(options.run) as folder:
         write_network(folder, tensors, plan)
+        if run.tokenizer is not None and run.tokenizer.digest:
+            shutil.copyfile(run.tokenizer.name, folder / TOKENIZER)
         smaller = standalone.load(folder)
+        write_plan(folder, {**plan, "probe": probe(smaller, inputs)})
         proof = prove(run.model, smaller, batches_of(BATCH), inputs.counted)
         run.check_readable()
-        lines.append(proof.line(inputs.counted))
+        # What became smaller in training may have nothing left to take out.
+        named = () if verdict.removed.any() else (("in the run", "written"),)
+        lines.append(proof.line(inputs.counted, *named))
         if options.onnx:
             lines.append(write_onnx(folder, smaller, inputs, images, proof.allowed))
         if options.torch_export:
@@ -108,7 +116,23 @@ def export(options: Options) -> None:
     print(f"\n{describe_machine(devices[-1])}\n{format_table(table)}")
     if run.tokenizer is not None:
         print(f"\n{sample_text(smaller, run.tokenizer, images)}")
+    if dropped:
+        print(f"\ngone: {listed(dropped)} of the export before; give its flag to have it again")
     print(f"\nwritten to {options.run / FOLDER}", flush=True)
+
+
+def files_before(options: Options) -> list[str]:
+    """Return which formats of an earlier export will go; refuse to remove what is not its own."""
+    folder = options.run / FOLDER
+    wanted = {ONNX: options.onnx, TORCH_EXPORT: options.torch_export}
+    ours = {standalone.MODEL, standalone.PLAN, LOADER, TOKENIZER, "__pycache__", *wanted}
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if others := [name for name in found if name not in ours]:
+        raise UserError(
+            f"{folder} holds {listed(others)}, which no export wrote and a new one would remove: "
+            "move it elsewhere"
+        )
+    return [name for name, again in wanted.items() if name in found and not again]
 
 
 def test_of(run: FinishedRun, most: int) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
@@ -250,8 +274,16 @@ def _remove(path: Path) -> None:
 def write_network(folder: Path, tensors: dict[str, Tensor], plan: dict[str, Any]) -> None:
     """Write weights, plan and the file that loads them; raise OSError."""
     save_tensors({key: tensor.cpu() for key, tensor in tensors.items()}, folder / standalone.MODEL)
-    write_json_durably(folder / standalone.PLAN, {"format": standalone.FORMAT, **plan})
+    write_plan(folder, plan)
     (folder / LOADER).write_text(loader_source(), encoding="utf-8")
+
+
+def write_plan(folder: Path, plan: dict[str, Any]) -> None:
+    """Write the plan of the weights that are in `folder` already; raise OSError."""
+    crc32 = standalone.checksum(folder / standalone.MODEL)
+    write_json_durably(
+        folder / standalone.PLAN, {"format": standalone.FORMAT, "crc32": crc32, **plan}
+    )
 
 
 def loader_source() -> str:
@@ -300,9 +332,6 @@ def write_torch_export(
     """Write model.pt2 for torch.export.load; as `write_onnx` otherwise."""
     with _exporting("by torch.export", "--torch-export"):
         program, limit = _trace(model, inputs, images)
-        # Where each operation was called from: paths of this machine.
-        for node in program.graph.nodes:
-            node.meta.pop("stack_trace", None)
         torch.export.save(program, folder / TORCH_EXPORT)
         with torch.no_grad():
             found = torch.export.load(folder / TORCH_EXPORT).module()(images)
@@ -317,18 +346,21 @@ def _trace(
 
     Windows of tokens may be shorter as well, where the model's code lets them.
     """
-    # Of one image torch would make a graph for one alone.
-    two = images[:1].expand(2, *images.shape[1:]) if len(images) == 1 else images[:2]
+    # Of one image torch would make a graph for one alone. What it sees is kept in the file.
+    two, limit = inputs.draw(2, images.dtype), ""
     every = {d: torch.export.Dim(n, max=m) for d, (n, m) in inputs.of_any_size().items()}
     try:
-        return torch.export.export(model, (two,), dynamic_shapes=(every,)), ""
+        program = torch.export.export(model, (two,), dynamic_shapes=(every,))
     # Whatever its code states, or the exporter meets in it.
     except Exception:
         if len(every) == 1:
             raise
-    batch = {0: every[0]}
-    program = torch.export.export(model, (two,), dynamic_shapes=(batch,))
-    return program, f"; for windows of {images.shape[1]} tokens alone"
+        limit = f"; for windows of {images.shape[1]} tokens alone"
+        program = torch.export.export(model, (two,), dynamic_shapes=({0: every[0]},))
+    # Where each operation was called from: paths of this machine, and its lines of code.
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)
+    return program, limit
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from prunex_mpi.data.text import (
     parts_of,
     read_text_data,
     rows_at_once,
+    take_windows,
     window_batches,
     windows_of,
 )
@@ -82,10 +83,24 @@ def test_batches_are_smaller_where_windows_are_long():
     assert rows_at_once(windows.context, 2**12) == 1
 
 
-def test_the_last_tenth_is_to_test_on_and_the_end_of_the_rest_is_held_out():
-    parts = parts_of(1001, 0.0, 8, 1)
-    assert parts == Parts(900, 0, 900, 101)
-    assert parts_of(1001, 0.1, 8, 1) == Parts(810, 90, 900, 101)
+def test_the_end_of_what_is_not_tested_on_is_held_out():
+    assert parts_of(1001, 900, 0.0, 8, 1) == Parts(900, 0, 900, 101)
+    assert parts_of(1001, 900, 0.1, 8, 1) == Parts(810, 90, 900, 101)
+
+
+def test_windows_stay_in_the_files_to_train_on_or_in_those_to_test_on(tmp_path):
+    for name, letter in {"test.txt": "b", "train.txt": "a"}.items():
+        (tmp_path / name).write_text(letter * 40)
+    text = read_text_data(str(tmp_path), "bytes")
+    found = take_windows(text, 8, samples=(0, 0), val_split=0.25, part=(0, 1))
+    assert found.stop == 30
+    for windows, letter, starts in (
+        (found.train, "a", [0, 8, 16]),
+        (found.val, "a", [30]),
+        (found.test, "b", [40, 48, 56, 64]),
+    ):
+        assert list(windows.starts) == starts
+        assert np.all(text.tokens.rows(windows.starts, 9) == ord(letter))
 
 
 @pytest.mark.parametrize(
@@ -99,4 +114,4 @@ def test_the_last_tenth_is_to_test_on_and_the_end_of_the_rest_is_held_out():
 )
 def test_too_little_text_is_refused(count, val_split, context, ranks, says):
     with pytest.raises(UserError, match=says):
-        parts_of(count, val_split, context, ranks)
+        parts_of(count, count * 9 // 10, val_split, context, ranks)

@@ -1,6 +1,8 @@
 """Text files, and the tokens that are made of them."""
 
+import json
 import os
+import resource
 import tempfile
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,8 +11,15 @@ import pytest
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import text_files
-from prunex_mpi.data.text import read_text_data
-from prunex_mpi.data.text_files import decode, encode_characters, find_text_files, prepare
+from prunex_mpi.data.text import map_tokens, read_text_data
+from prunex_mpi.data.text_files import (
+    decode,
+    encode_characters,
+    find_text_files,
+    prepare,
+    prepared_from,
+    split_files,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +33,13 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def written(folder: Path, text: str) -> Path:
     (folder / "text").write_text(text)
     return folder / "text"
+
+
+def write_all(folder: Path, texts: dict[str, str]) -> Path:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
 
 
 def all_tokens(data_dir: Path | str, tokenizer: str = "bytes") -> list[int]:
@@ -48,15 +64,65 @@ def tokenizer_file(path: Path, text: str = "ab ab cd\n") -> Path:
 
 
 def test_the_files_of_a_folder_come_in_the_order_of_their_paths(tmp_path):
-    folder = tmp_path / "texts"
-    for name, text in {"b.txt": "B", "a/z.md": "Z", ".hidden": "H", "a/empty": ""}.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+    texts = {"b.txt": "B", "a/z.md": "Z", ".hidden": "H", "a/empty": ""}
+    folder = write_all(tmp_path / "texts", texts)
     found = [path.relative_to(folder).as_posix() for path in find_text_files(str(folder))]
     assert found == ["a/empty", "a/z.md", "b.txt"]
     assert bytes(all_tokens(folder)) == b"ZB"
     prepared = prepare(str(folder), "bytes")
     assert "3 files" in prepared.found and "a/empty to b.txt" in prepared.found
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "test"),
+    [
+        ("README test.txt train.txt valid.txt", "train.txt", "test.txt"),
+        ("train-0.txt train-1.txt val.txt", "train-0.txt train-1.txt", "val.txt"),
+        ("wiki.test.raw wiki.train.raw", "wiki.train.raw", "wiki.test.raw"),
+        ("test/a train/b train/test.txt train0", "train/b train/test.txt train0", "test/a"),
+        ("training.txt test.txt", None, None),
+        ("a/train.txt a/test.txt", None, None),
+        ("train_test.txt train.txt", None, None),
+        ("train.txt", None, None),
+    ],
+)
+def test_names_tell_what_is_to_test_on(tmp_path, names, train, test):
+    folder = write_all(tmp_path / "texts", dict.fromkeys(names.split(), "text"))
+    parts = split_files(str(folder), find_text_files(str(folder)))
+    found = [" ".join(path.relative_to(folder).as_posix() for path in part) for part in parts]
+    assert found == ([" ".join(sorted(names.split()))] if train is None else [train, test])
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "file"])
+def test_what_is_to_test_on_begins_with_its_files(tmp_path, tokenizer):
+    texts = {"notes": "no", "test.txt": "cdÄ\n", "train.txt": "ab ab cd\n"}
+    folder = write_all(tmp_path / "texts", texts)
+    if tokenizer == "file":
+        tokenizer = str(tokenizer_file(tmp_path / "tokenizer.json"))
+    prepared = prepared_from(json.loads(json.dumps(prepare(str(folder), tokenizer).as_json())))
+    tokens = map_tokens(prepared)
+    begin = prepared.begin
+    parts = [tokens.rows([0], begin)[0], tokens.rows([begin], len(tokens) - begin)[0]]
+    assert [decode(prepared.tokenizer, part.tolist()) for part in parts] == [
+        texts["train.txt"],
+        texts["test.txt"],
+    ]
+    assert prepared.test_bytes == 5
+    assert "train on train.txt, test on test.txt, 14 bytes; not read: notes" in prepared.found
+    joined = prepare(str(written(tmp_path, texts["train.txt"] + texts["test.txt"])), tokenizer)
+    assert joined.digest != prepared.digest
+
+
+def test_a_folder_may_hold_more_files_than_a_process(tmp_path, scratch):
+    folder = write_all(tmp_path / "texts", {f"{i:03}": f"Ä{i} " for i in range(400)})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, limits[1]))
+    try:
+        found = all_tokens(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert bytes(found).decode() == "".join(f"Ä{i} " for i in range(400))
+    assert not list(scratch.iterdir())
 
 
 def test_no_folder_of_text_is_left_out_in_silence(tmp_path, monkeypatch):
@@ -83,7 +149,7 @@ def test_characters_are_numbered_in_order_and_their_file_is_gone_once_mapped(tmp
     text = read_text_data(str(file), "chars")
     assert text.tokenizer.characters == "acÄ𝄞" and text.tokenizer.size == 4
     assert text.tokens.rows([0], 5).tolist() == [[1, 0, 2, 3, 0]]
-    assert decode(text.tokenizer, [3, 1]) == "𝄞c" and text.length == 9
+    assert decode(text.tokenizer, [3, 1]) == "𝄞c"
     assert not list(scratch.iterdir())
 
 
@@ -114,9 +180,37 @@ def test_a_tokenizer_file_gives_its_tokens(tmp_path, scratch):
     assert max(numbers) < text.tokenizer.size and not list(scratch.iterdir())
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "file"])
+def test_bytes_per_token_are_those_of_the_part_to_test_on(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 64)
+    file = written(tmp_path, "ab cd\n" * 300 + "字" * 250)
+    if tokenizer == "file":
+        tokenizer = str(tokenizer_file(tmp_path / "tokenizer.json"))
+    text = read_text_data(str(file), tokenizer)
+    # Those that a tokenizer was not trained on are three tokens of a byte each.
+    assert text.bytes_per_token == pytest.approx(3 if tokenizer == "chars" else 1, abs=0.02)
+    assert text.begin == len(text.tokens) * 9 // 10
+
+
+def test_a_tokenizer_that_loses_characters_is_told_of(tmp_path, scratch):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(tmp_path / "tokenizer.json"))
+    name, file = str(tmp_path / "tokenizer.json"), written(tmp_path, "abÄÖab")
+    found = read_text_data(str(file), name).found
+    assert found.endswith("the tokenizer loses characters: 'Ä', 'Ö'")
+    file.write_text("ÄÖ")
+    with pytest.raises(UserError, match="makes no tokens of the text") as caught:
+        prepare(str(file), name)
+    assert caught.value.exit_code == UNREADABLE and not list(scratch.iterdir())
+    file.write_text("abab")
+    assert "loses characters" not in prepare(str(file), name).found
+
+
 def test_every_python_has_text():
     text = read_text_data("", "bytes")
-    assert len(text.tokens) == text.length > 300_000
+    assert len(text.tokens) > 300_000 and text.bytes_per_token == 1
 
 
 @pytest.mark.parametrize(

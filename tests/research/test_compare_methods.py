@@ -33,7 +33,7 @@ from prunex_mpi.research.compare.compare_methods import compare, machine_of, tit
 from prunex_mpi.research.compare.compare_options import parse
 from prunex_mpi.research.compare.outcomes import Outcome, Point, Quality, at_chance
 from prunex_mpi.research.compare.run_rows import count_zeros, curve_of, operations, split_seconds
-from prunex_mpi.tools import evaluate_options
+from prunex_mpi.tools import evaluate_options, evaluate_text
 from prunex_mpi.tools.evaluate_network import evaluate
 
 WORLD = MPI.COMM_WORLD
@@ -228,7 +228,7 @@ def whole(place: str) -> dict:
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_networks_that_read_text_are_revealed_too(quiet, tmp_path):
+def test_networks_that_read_text_are_revealed_too(quiet, tmp_path, monkeypatch):
     place = Path(broadcast_text(WORLD, str(tmp_path)))
     if WORLD.rank == 0:
         (place / "text").write_text("".join(f"{i} and {i + 1};" for i in range(200)))
@@ -238,7 +238,12 @@ def test_networks_that_read_text_are_revealed_too(quiet, tmp_path):
     flags += [f"--data-dir={place}/text", "--batch-size=4", "--outer-iterations=2"]
     flags += ["--local-steps=2", "--progress=off", f"--dir={place}/runs"]
     assert compare(WORLD, parse(flags)) == 0
+    # All read the same text: once is enough.
+    reads: list[str] = []
+    real = evaluate_text.share_text
+    monkeypatch.setattr(evaluate_text, "share_text", lambda *a: reads.append(a[1]) or real(*a))
     assert compare(WORLD, parse([*flags, "--reveal", f"--json={place}/tables.json"])) == 0
+    assert len(reads) == 1
     tested = [run["test"] for run in whole(str(place))["outcomes"]]
     assert [quality["accuracy"] for quality in tested] == [None, None]
     assert all(0 < quality["loss"] < 10 for quality in tested)

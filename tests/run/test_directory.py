@@ -60,6 +60,24 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, cap
     assert caplog.text.count("there are no locks on the disk of") == 2
 
 
+def test_records_that_ranks_have_open_are_not_in_the_way_on_nfs(tmp_path, monkeypatch):
+    def keep(name: str, *, dir_fd: int) -> None:
+        os.rename(name, f".nfs-{name}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    run = RunDirectory(tmp_path, "")
+    run.make_folder("heartbeats")
+    (tmp_path / "heartbeats" / "rank-00000").touch()
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with monkeypatch.context() as nfs:
+        nfs.setattr(os, "unlink", keep)
+        run.make_folder("heartbeats")
+    assert not list((tmp_path / "heartbeats").iterdir())
+    assert len(list(tmp_path.glob("**/.nfs-rank-00000"))) == 1
+    # Once they are closed it is all gone.
+    run.make_folder("heartbeats")
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
 def test_summary_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     run = RunDirectory(tmp_path, "")
     run.write_summary({"status": "completed", "iterations": 3})

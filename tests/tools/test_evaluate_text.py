@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +17,11 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.data.text import Windows, join
 from prunex_mpi.models.inputs import Tokens
 from prunex_mpi.run.finished_run import read_finished_run
+from prunex_mpi.tools import export_options
 from prunex_mpi.tools.evaluate_network import evaluate
 from prunex_mpi.tools.evaluate_options import parse
 from prunex_mpi.tools.evaluate_text import count
+from prunex_mpi.tools.export_run import export
 from prunex_mpi.tools.report.read_runs import read_run
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
@@ -46,7 +48,8 @@ def train(folder: Path, name: str, data: Path, **changes: object) -> None:
 def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(capfd):
     with run_folder() as folder:
         data = write(folder / "text", TEXT)
-        train(folder, "run", data)
+        # Tests are of cross-entropy, whatever training minimises.
+        train(folder, "run", data, loss="tiny_text:focal")
         found = folder / "found.json"
         flags = [str(folder / "run"), "--model", MODEL]
         assert evaluate(WORLD, parse([*flags, "--json", str(found)]), Heartbeat()) == 0
@@ -57,7 +60,9 @@ def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(capfd):
             assert told[name] == pytest.approx(summary[f"test_{name}"], rel=1e-6)
         assert told["tokens"] == (len(TEXT) - len(TEXT) * 9 // 10 - 1) // 8 * 8
         if WORLD.rank == 0:
-            assert "nats per token" in capfd.readouterr().out
+            out = capfd.readouterr().out
+            assert "nats per token" in out and str(data) in out
+            assert f"{told['tokens']:,} of the text's {len(TEXT):,}" in out
             finished = read_finished_run(folder / "run", given=(MODEL,))
             assert len(finished.test) == told["tokens"] // 8
             run = read_run(folder / "run")
@@ -69,16 +74,81 @@ def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(capfd):
             evaluate(WORLD, parse([*flags, "--dataset", "digits"]), Heartbeat())
 
 
+@pytest.mark.mpi
+def test_of_another_text_all_is_tested_and_of_the_run_s_the_test_part(capfd):
+    with run_folder() as folder:
+        data = write(folder / "text", TEXT)
+        train(folder, "run", data)
+        if WORLD.rank == 0:
+            export(export_options.parse([str(folder / "run"), f"--model={MODEL}", "--repeat=0"]))
+            (folder / "moved").write_text(TEXT)
+            (folder / "other").write_text(TEXT[:999])
+            (folder / "short").write_text(TEXT[:8])
+        WORLD.Barrier()
+
+        def found(network: str, *flags: str) -> dict[str, Any]:
+            flags = (str(folder / network), "--model", MODEL, *flags, "--json", f"{folder}/found")
+            assert evaluate(WORLD, parse(flags), Heartbeat()) == 0
+            WORLD.Barrier()
+            return json.loads((folder / "found").read_text())
+
+        own, text = found("run"), "--dataset=text"
+        moved = f"--data-dir={folder}/moved"
+        for again in (found("run", moved), found("run/model", text, moved)):
+            assert again["tokens"] == own["tokens"] < again["tokens_of_text"] == len(TEXT)
+            assert again["loss"] == pytest.approx(own["loss"], rel=1e-5)
+        other = f"--data-dir={folder}/other"
+        for network in ("run", "run/model"):
+            told = found(network, text, other)
+            assert (told["tokens"], told["tokens_of_text"]) == (998 // 8 * 8, 999)
+            assert told["text"] == f"{folder}/other, 999 bytes"
+            assert told["bits_per_byte"] == pytest.approx(told["loss"] / math.log(2))
+        assert found("run", other, "--test-samples=5")["tokens"] == 40
+        for flags, says in (
+            ([f"--data-dir={folder}/short"], "has 8 tokens, .* takes at least 9: give more text"),
+            ([other, "--test-samples=125"], "there are only 124 windows"),
+            ([], "does not say which text it is for: give --data-dir"),
+        ):
+            with pytest.raises(UserError, match=says):
+                found("run/model", text, *flags)
+
+
+@pytest.mark.mpi
+def test_the_file_of_a_tokenizer_may_be_gone_after_the_run(monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {letter: number for number, letter in enumerate(sorted(set(TEXT)))}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    with run_folder() as folder:
+        monkeypatch.chdir(folder)
+        data, file = write(folder / "text", TEXT), write(folder / "own.json", made.to_str())
+        train(folder, "run", data, tokenizer="own.json")
+        if WORLD.rank == 0:
+            file.unlink()
+            export(export_options.parse([str(folder / "run"), f"--model={MODEL}", "--repeat=0"]))
+        WORLD.Barrier()
+        flags, moved = ("--model", MODEL, "--json=found"), ("--dataset=text", f"--data-dir={data}")
+        for network in (["run"], ["run/model", *moved]):
+            assert evaluate(WORLD, parse([*network, *flags]), Heartbeat()) == 0
+        summary = json.loads((folder / "run/summary.json").read_text())
+        assert evaluate(WORLD, parse(["run", *flags]), Heartbeat()) == 0
+        WORLD.Barrier()
+        told = json.loads((folder / "found").read_text())
+        assert told["loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
+        write(folder / "run/tokenizer.json", made.to_str(pretty=True))
+        with pytest.raises(UserError, match="is not the file any more"):
+            evaluate(WORLD, parse(["run", *flags]), Heartbeat())
+
+
 @pytest.mark.parametrize(("batch", "sizes"), [(2, [2, 2, 1]), (256, [5])])
 def test_so_many_windows_are_tested_at_once(batch, sizes):
     tokens = join([np.arange(41, dtype=np.uint8) % 8])
-    text, seen = SimpleNamespace(test=Windows(tokens, range(0, 40, 8), 8)), []
+    shard, seen = Windows(tokens, range(0, 40, 8), 8), []
 
     def model(windows: torch.Tensor) -> torch.Tensor:
         seen.append(len(windows))
         return torch.zeros(*windows.shape, 8)
 
-    sums = count(model, text, Tokens(8, 8), torch.device("cpu"), batch, Heartbeat())
+    sums = count(model, shard, Tokens(8, 8), torch.device("cpu"), batch, Heartbeat())
     assert seen == sizes
     assert sums.tolist() == pytest.approx([40 * math.log(8), 40])
 

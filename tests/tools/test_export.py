@@ -132,7 +132,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> s
 def test_a_run_becomes_smaller_and_says_so(own_run, tmp_path, capsys):
     # An older network is replaced, and what an export left that was killed.
     (own_run / "model").mkdir()
-    (own_run / "model/old").write_text("old")
+    (own_run / "model/model.onnx").write_text("old")
     (own_run / "model.partial").write_text("")
     exported(own_run, "--images", "0", repeat="1")
     said = capsys.readouterr().out
@@ -142,7 +142,7 @@ def test_a_run_becomes_smaller_and_says_so(own_run, tmp_path, capsys):
     accuracy = json.loads((own_run / "summary.json").read_text())["test_accuracy"]
     share = f"{100 * accuracy:.2f} %"
     assert f"accuracy {share} masked, {share} smaller" in said
-    for line in ("cpu, batch 1: ms", "cpu, batch 128: images/s", "written to "):
+    for line in ("cpu, batch 1: ms", "cpu, batch 128: images/s", "written to ", "gone: model.onnx"):
         assert line in said
     # 3 * 9 * 8 + 8 + 16 + 8 * 9 * 6 + 6 + 60 + 10, and 3 * 9 * 4 + 4 + 8 + 4 * 9 * 3 + 3 + 30 + 10
     assert "parameters" in said and " 748 " in said and " 271 " in said
@@ -186,7 +186,8 @@ def test_a_network_that_became_smaller_in_training_is_exported(own_run, capsys):
     assert f"removed in training: {748 - sum(parameters)} of 748 parameters" in said
     assert ["at", "first", "smaller", "times"] in [line.split() for line in said.splitlines()]
     assert " 748 " in said
-    assert f"accuracy {100 * summary['test_accuracy']:.2f} % masked" in said
+    how = "in the run" if "removed: 0 of" in said else "masked"
+    assert f"accuracy {100 * summary['test_accuracy']:.2f} % {how}" in said
     full = finished_run.read_finished_run(own_run, given=("exported_models:net",))
     loaded = standalone.load(own_run / "model").double()
     images = torch.rand(5, 3, 8, 8, dtype=torch.float64)
@@ -237,7 +238,7 @@ def test_it_loads_where_only_torch_is(own_run, tmp_path):
 
 def test_what_is_not_equal_is_not_written(own_run, monkeypatch, capsys):
     (own_run / "model").mkdir()
-    (own_run / "model/old").write_text("old")
+    (own_run / "model/model.onnx").write_text("old")
     judge = removable.judge
 
     def too_much(*arguments: object) -> removable.Verdict:
@@ -251,7 +252,7 @@ def test_what_is_not_equal_is_not_written(own_run, monkeypatch, capsys):
     assert "the smaller network is not the same" in line
     assert "nothing was written" in line
     assert [path.name for path in own_run.glob("model*")] == ["model"]
-    assert (own_run / "model/old").exists()
+    assert (own_run / "model/model.onnx").exists()
 
 
 def unzipped(path: Path) -> bytes:
@@ -276,6 +277,39 @@ def test_other_formats_compute_the_same(own_run, capsys):
     cost = float((wanted - model.double()(images.double())).abs().max())
     torch.testing.assert_close(loaded(images), wanted, rtol=0, atol=ROUNDINGS * cost)
     assert (own_run / "model/model.onnx").stat().st_size > 1000
+
+
+def test_other_formats_hold_no_test_image_and_no_path(own_run, capsys):
+    exported(own_run, "--onnx", "--torch-export")
+    example = torch.export.load(own_run / "model/model.pt2").example_inputs[0][0]
+    run = finished_run.read_finished_run(own_run, given=("exported_models:net",))
+    tested, _ = next(export_run.test_of(run, 0)(60))
+    assert not any(torch.equal(one, image) for one in example for image in tested)
+    written = unzipped(own_run / "model/model.pt2"), (own_run / "model/model.onnx").read_bytes()
+    for found in written:
+        assert b"exported_models.py" not in found and b"torch/nn/modules" not in found
+
+
+def test_what_no_export_wrote_is_not_removed(own_run, capsys):
+    exported(own_run)
+    capsys.readouterr()
+    (own_run / "model/notes.txt").write_text("mine")
+    assert "holds notes.txt" in refused(capsys, USAGE, str(own_run))
+    assert (own_run / "model/notes.txt").read_text() == "mine"
+
+
+def test_another_network_than_was_exported_is_not_loaded(own_run, capsys, monkeypatch):
+    exported(own_run)
+    folder = own_run / "model"
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 64]))
+    with pytest.raises(ValueError, match="damaged"):
+        standalone.load(folder)
+    (folder / "model.safetensors").write_bytes(weights)
+    standalone.load(folder)
+    monkeypatch.setattr(sys.modules["exported_models"].nn, "ReLU", nn.Softplus)
+    with pytest.raises(RuntimeError, match="does not compute what it did"):
+        standalone.load(folder)
 
 
 @torch.no_grad()

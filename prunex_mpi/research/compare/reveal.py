@@ -29,7 +29,7 @@ from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
 from prunex_mpi.tools.evaluate_network import Network, judge, load_images, read_network
 from prunex_mpi.tools.evaluate_options import BATCH
-from prunex_mpi.tools.evaluate_text import judge_text
+from prunex_mpi.tools.evaluate_text import judge_text, read_text_for
 
 REVEAL = "reveal.json"
 
@@ -142,12 +142,19 @@ def _test(
     """Return how good each network is, and what tells its images apart. Collective on `world`."""
     world, results = place.topology.world, {}
     dataset, told = None, ""
+    text, read = None, ()
     for name in names:
         network = _read(world, options, name, heartbeat)
         moved = {key: options.common[key] for key in ("data_dir",) if key in options.common}
         data = {**network.data, **moved}
         if data["dataset"] == TEXT:
-            results[name] = _quality_of(judge_text(place, network, data, BATCH, heartbeat))
+            # The vocabulary tells the tokenizer, too.
+            if (data["data_dir"], network.classes) != read:
+                text = read_text_for(place, network, data, heartbeat)
+                read = data["data_dir"], network.classes
+            samples = data["test_samples"]
+            found = judge_text(place, network, text, samples, BATCH, heartbeat)
+            results[name] = _quality_of(found)
             continue
         if dataset is None:
             dataset = load_images(place, network, data, heartbeat, mode="auto")
