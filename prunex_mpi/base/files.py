@@ -36,7 +36,7 @@ METRICS, LAYERS, RANKS, NODES = "metrics.jsonl", "layers.jsonl", "ranks.jsonl", 
 LINES = (METRICS, LAYERS, RANKS)
 # The folders of complete checkpoints: number, outer iteration and step.
 CHECKPOINT = re.compile(r"(\d{6,12})-iteration-(\d{1,12})-step-(\d{1,12})")
-SUMMARY, STATE = "summary.json", "state.safetensors"
+SUMMARY, STATE, EXPORTED = "summary.json", "state.safetensors", "model"
 # The copy of the file that text was cut into tokens by, of exported networks too.
 TOKENIZER = "tokenizer.json"
 # Holds why, in a run that diverged.

@@ -268,7 +268,8 @@ def _average_(topology: Topology, context: RunContext, flat: Tensor) -> None:
 def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, float]:
     """Return what z comes to over the `shard`s of all ranks, as `evaluate` does."""
     state, problem = context.state, context.problem
-    sums = np.zeros(3)
+    # On the device, so that no batch is waited for.
+    found, count = torch.zeros(2, dtype=torch.float64, device=state.theta.device), 0
     loss = problem.task.tested_by(problem.loss)
     at_once = images_at_once(shard) if isinstance(shard, Shard) else EVALUATION_BATCH
     problem.model.eval()
@@ -277,9 +278,10 @@ def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, floa
             # Without the batch's number: who has fewer of them must not look late.
             context.heartbeat.beat(0)
             outputs = problem.model(images)
-            sums[0] += float(loss(outputs, labels)) * labels.numel()
-            sums[1] += problem.task.right(outputs, labels)
-            sums[2] += labels.numel()
+            found[0] += loss(outputs, labels).double() * labels.numel()
+            found[1] += problem.task.right(outputs, labels)
+            count += labels.numel()
+    sums = np.array([*found.tolist(), count])
     counted = {"evaluate": sums.nbytes}
     with state.position.clock.agreeing(state.theta.device, "sum over all ranks", counted):
         hierarchical_sum_(topology.leader, topology.node, sums)

@@ -38,7 +38,7 @@ class Task:
     row: int
     measures: tuple[str, ...]
     outcome: Callable[[float, float], dict[str, float]]
-    right: Callable[[Tensor, Tensor], int]
+    right: Callable[[Tensor, Tensor], Tensor | int]
     losses: Callable[[Loss], Loss]
     tested_by: Callable[[Loss], Loss]
     speed: Callable[[Any, float], dict[str, float]]
@@ -49,7 +49,7 @@ IMAGES = Task(
     row=1,
     measures=("loss", "accuracy"),
     outcome=lambda loss, right: {"loss": loss, "accuracy": right},
-    right=lambda outputs, labels: int((outputs.argmax(dim=1) == labels).sum()),
+    right=lambda outputs, labels: (outputs.argmax(dim=1) == labels).sum(),
     losses=lambda loss: loss,
     tested_by=lambda loss: loss,
     speed=lambda stream, per_second: {},

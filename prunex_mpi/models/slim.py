@@ -428,10 +428,20 @@ class CallsCorrected:
     # Reading frames is nothing to compile.
     forward = torch.compiler.disable(run_corrected)
 
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        """Return how to make it again: its class has no name that pickle could find."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _uncopied, (type(self).__mro__[2],), *state
+
 
 @functools.cache
 def _corrected(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (CallsCorrected, kind), {"__module__": kind.__module__})
+
+
+def _uncopied(kind: type[nn.Module]) -> nn.Module:
+    made = _corrected(kind)
+    return made.__new__(made)
 
 
 def correct_calls_(module: nn.Module, calls: Calls) -> None:

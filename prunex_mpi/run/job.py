@@ -11,7 +11,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import PREEMPTED
-from prunex_mpi.base.files import NEXT, SUMMARY, telling_disk_errors
+from prunex_mpi.base.files import EXPORTED, NEXT, SUMMARY, telling_disk_errors
 from prunex_mpi.base.imports import find_own_modules
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import (
@@ -107,6 +107,9 @@ def run(
                 if is_complete(world, files):
                     log.info("%s is complete: there is nothing left to do", path)
                     return 0
+                if (path / EXPORTED).is_dir() and not again:
+                    text = "%s is of the network as it was before: export again in the end"
+                    log.warning(text, path / EXPORTED)
                 heartbeat.enter("checkpoint")
                 if not (again and put_back(topology, files, context, kept)):
                     checkpoint.resume(topology, files, context, versions)

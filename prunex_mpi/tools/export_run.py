@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import FAILURE, UserError, listed, one_line
-from prunex_mpi.base.files import STATE, TOKENIZER, sync, touch, write_json_durably
+from prunex_mpi.base.files import EXPORTED, STATE, TOKENIZER, sync, touch, write_json_durably
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import Look, evaluation_batches, part_of
@@ -37,7 +37,7 @@ from prunex_mpi.tools.export_proof import BATCH, compare, count_parameters, prov
 
 # On so many images it is measured which channels are constant zero.
 JUDGED_IMAGES = 32
-FOLDER, LOADER = "model", "load_model.py"
+LOADER = "load_model.py"
 PARTIAL, REPLACED = "model.partial", "model.replaced"
 ONNX, TORCH_EXPORT = "model.onnx", "model.pt2"
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -118,12 +118,12 @@ def export(options: Options) -> None:
         print(f"\n{sample_text(smaller, run.tokenizer, images)}")
     if dropped:
         print(f"\ngone: {listed(dropped)} of the export before; give its flag to have it again")
-    print(f"\nwritten to {options.run / FOLDER}", flush=True)
+    print(f"\nwritten to {options.run / EXPORTED}", flush=True)
 
 
 def files_before(options: Options) -> list[str]:
     """Return which formats of an earlier export will go; refuse to remove what is not its own."""
-    folder = options.run / FOLDER
+    folder = options.run / EXPORTED
     wanted = {ONNX: options.onnx, TORCH_EXPORT: options.torch_export}
     ours = {standalone.MODEL, standalone.PLAN, LOADER, TOKENIZER, "__pycache__", *wanted}
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -232,7 +232,7 @@ def new_model_folder(run: Path) -> Iterator[Path]:
     An existing RUN/model stays as it is until then, and for good where the block raises. Raises
     UserError where a job or another export works on the run and where nothing can be written.
     """
-    partial, final, replaced = (run / name for name in (PARTIAL, FOLDER, REPLACED))
+    partial, final, replaced = (run / name for name in (PARTIAL, EXPORTED, REPLACED))
     lock = FileLock(run / "lock", timeout=0)
     try:
         # FileLock takes any failure to make its file for a lock that is held.

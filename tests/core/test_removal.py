@@ -1,6 +1,7 @@
 """A run whose network becomes smaller, beside the same with zeros in place of what has gone."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -195,6 +196,10 @@ def test_what_drops_out_goes_on_to_after_the_removal():
     images = torch.randn(2, 3, 6, 6, dtype=torch.float64)
     assert not torch.equal(model.train()(images), model(images))
     assert torch.equal(model.eval()(images), model(images))
+    # As `torch.save` and other processes do.
+    again = pickle.loads(pickle.dumps(model))
+    assert all(isinstance(attention, CallsCorrected) for attention in again.attentions)
+    assert torch.equal(again(images), model(images))
 
 
 class AuxiliaryHead(nn.Module):
