@@ -1,10 +1,14 @@
 """Results as tables: for a person as aligned text, for a program as JSON."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from prunex_mpi.base.errors import printable
 
 Cell = str | int | float | None
+
+
+class Loss(float):
+    """A loss: tables show three decimals, since losses of text differ in the third one."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,27 @@ def format_cell(cell: Cell) -> str:
     """Return a cell as text."""
     if cell is None:
         return "-"
+    if isinstance(cell, Loss):
+        return f"{cell:.3f}"
     if isinstance(cell, float):
         return (
             f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.3g}" if cell < 0.1 else f"{cell:.2f}"
         )
     return f"{cell:,}" if isinstance(cell, int) else printable(cell)
+
+
+def with_losses(table: Table, after: str, before: str) -> Table:
+    """Return a table in which the numbers between two columns are losses."""
+    first, end = table.columns.index(after) + 1, table.columns.index(before)
+    rows = [
+        (
+            *row[:first],
+            *(Loss(cell) if isinstance(cell, float) else cell for cell in row[first:end]),
+            *row[end:],
+        )
+        for row in table.rows
+    ]
+    return replace(table, rows=tuple(rows))
 
 
 def format_lines(rows: list[tuple[str, str]]) -> str:

@@ -4,7 +4,7 @@ A text is read once per machine, and each rank gets its windows of it.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
-from prunex_mpi.data.image_files import CONTENTS, Known, read_share
+from prunex_mpi.data.image_files import BOTH, CONTENTS, TRAIN, Known, read_share
 from prunex_mpi.data.text import Text, TextSet, take_windows, text_of
 from prunex_mpi.data.text_files import BYTES, Prepared, Tokenizer, forget, prepare, prepared_from
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
@@ -49,12 +49,13 @@ def share_contents(
     data_dir: str,
     heartbeat: Heartbeat,
     tokenizer: str = BYTES,
-    with_test: bool = True,
+    parts: Sequence[str] = BOTH,
 ) -> Known:
     """Return what lies in all class folders or tar files of a data set; each rank reads a share.
 
-    Of text it is all of it, by `tokenizer`; {} for a data set of another kind. Raises UserError
-    (UNREADABLE) everywhere for what one can't read. Collective on `world`.
+    `parts` says whether of what is to train on, to test on or both. Of text it is all of it, by
+    `tokenizer`; {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for
+    what one can't read. Collective on `world`.
     """
     if name == TEXT:
         return share_text(world, data_dir, tokenizer, heartbeat)
@@ -62,7 +63,7 @@ def share_contents(
         return {}
     mine = run_collectively_while(
         world,
-        lambda going: read_share(name, data_dir, world.rank, world.size, going, with_test),
+        lambda going: read_share(name, data_dir, world.rank, world.size, going, parts),
         heartbeat.go_on,
     )
     told = {path: asdict(contents) for path, contents in mine.items()}
@@ -167,7 +168,8 @@ def load_dataset(
     world = topology.world
     if known is None:
         where = settings.dataset, settings.data_dir
-        known = share_contents(world, *where, heartbeat, settings.tokenizer, with_test)
+        parts = BOTH if with_test else (TRAIN,)
+        known = share_contents(world, *where, heartbeat, settings.tokenizer, parts)
     if settings.dataset == TEXT:
         text = load_text(world, settings, known)
         return text if with_test else replace(text, test=None, test_total=0)

@@ -16,7 +16,7 @@ from prunex_mpi.base.memory import memory_limit
 from prunex_mpi.base.units import GIB
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.decoding import Access, Reader, Streamed, decode_all
-from prunex_mpi.data.image_files import Known, find_image_files
+from prunex_mpi.data.image_files import Classes, Known, find_image_files
 from prunex_mpi.data.sources import FIXED_SEED, Source, cifar, digits, synthetic
 from prunex_mpi.data.user_datasets import find_user_images
 
@@ -32,7 +32,8 @@ class Part(NamedTuple):
 
     `here` ranks share the memory of this machine, and `room` bytes are free on the rank's GPU where
     training images go there. `going` is called as loading goes on. `known` is what other ranks have
-    read of class folders or tar files.
+    read of class folders or tar files. With the `classes` of a network, which is only tested, files
+    to train on are not looked for.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Part(NamedTuple):
     val_split: float = 0.0
     room: int | None = None
     known: Known = NOTHING_KNOWN
+    classes: Classes | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def load(
     rank, size = part.rank, part.size
     samples = train_samples, test_samples
     source = _find_source(name, data_dir, access, samples, image_size, part)
-    if source.num_classes > MOST_UNUSED + source.counts[0]:
+    if part.classes is None and source.num_classes > MOST_UNUSED + source.counts[0]:
         raise UserError(
             f"the images of {name} have classes up to {source.num_classes - 1:,}, and there are "
             f"{source.counts[0]:,} to train on: number the classes from 0 on",
@@ -186,7 +188,7 @@ def _find_source(
             return cifar(name, Path(data_dir), access.download, image_size, with_test, going)
         case "imagefolder" | "webdataset":
             ways = image_size, access.skip_corrupt, with_test, part.known, going
-            return find_image_files(name, Path(data_dir), *ways)
+            return find_image_files(name, Path(data_dir), *ways, part.classes)
         case "synthetic":
             return synthetic(*samples, image_size, going)
         case _:

@@ -9,13 +9,13 @@ name: KEY.seg.jpg is no image here, and such members are left out and told of.
 import hashlib
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from tarfile import TarError
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from prunex_mpi.data.sources import Source, source_of_files
 
 BLOCK = 512  # of a tar file
 SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits
+# What there may be: images to train on, and those to test on.
+BOTH = TRAIN, TEST = "train", "test"
 VALIDATION = "val"  # a folder of the name that the test set may have instead
 # Members that are read between two signs of life.
 BETWEEN = 1000
@@ -61,6 +63,13 @@ class Headers:
     dotted: list[str]
 
 
+class Classes(NamedTuple):
+    """Those that a network knows: how many, and their names, () where they are numbers."""
+
+    count: int
+    names: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class FileSplit:
     """The images to train on, or those to test on, in an order that is the same on every rank."""
@@ -88,14 +97,19 @@ def find_image_files(
     with_test: bool,
     known: Known,
     going: Callable[[], None],
+    classes: Classes | None = None,
 ) -> Source:
     """Return the images below `data_dir`, cropped and scaled where `image_size` asks for it.
 
     `name` is one of CONTENTS, `known` what other ranks have read, by path: what is missing, or is
-    not the same here, is read. Raises UserError (UNREADABLE).
+    not the same here, is read. With the `classes` of a network there need be none to train on, and
+    those to test on are found alone. Raises UserError (UNREADABLE).
     """
     find = _in_class_folders if name == "imagefolder" else _in_tar_files
-    splits = [find(folder, known, going) for folder in _split_folders(data_dir, with_test)]
+    parts = (TEST,) if classes else BOTH if with_test else (TRAIN,)
+    splits = [find(folder, known, going) for folder in _split_folders(data_dir, parts)]
+    if classes:
+        splits = [_numbered_as(classes, split) for split in splits]
     train, test = splits[0], splits[-1]
     odd = sorted({*train.class_names} ^ {*test.class_names})
     if odd:
@@ -106,7 +120,10 @@ def find_image_files(
     if odd.size:
         message = f"class {odd[0]} of {test.folder} has no image in {train.folder}"
         raise UserError(f"{message}: give all classes images for training", UNREADABLE)
-    classes = int(train.labels.max()) + 1
+    count = len(train.class_names) or int(train.labels.max()) + 1
+    if classes and not train.class_names:
+        # Not all may be tested.
+        count = max(count, classes.count)
 
     def side_of(index: int) -> int:
         return min(open_rgb(train.content(index), name=train.name(index)).size)
@@ -116,17 +133,33 @@ def find_image_files(
     for split in splits:
         digest.update(os.fsencode("\0".join(split.identities)) + b"\n")
     found = [f"{len(split.labels):,} images in {split.where}" for split in splits]
-    found.append(f"{classes:,} classes")
+    found.append(f"{count:,} classes")
     if os.path.basename(test.folder) == VALIDATION:
         found.append(f"the test set is {VALIDATION}/, as there is no test/")
+    files = [_files_of(split, image_size, side) for split in splits]
+    if classes:
+        files.insert(0, replace(files[0], labels=files[0].labels[:0]))
     return source_of_files(
-        [_files_of(split, image_size, side) for split in splits],
-        num_classes=classes,
+        files,
+        num_classes=count,
         flip=True,
         found=(", ".join(found), "; ".join(text for split in splits for text in split.left_out)),
         class_names=train.class_names,
         digest=digest.hexdigest(),
     )
+
+
+def _numbered_as(classes: Classes, split: FileSplit) -> FileSplit:
+    """Return images whose classes have the numbers of those of a network, if both have names."""
+    if not (classes.names and split.class_names):
+        return split
+    numbers = {name: number for number, name in enumerate(classes.names)}
+    for name in split.class_names:
+        if name not in numbers:
+            message = f"class {name!r} of {split.folder} is none that the network knows"
+            raise UserError(f"{message}: give those that it was trained for", UNREADABLE)
+    table = torch.tensor([numbers[name] for name in split.class_names])
+    return replace(split, labels=table[split.labels], class_names=classes.names)
 
 
 def _files_of(split: FileSplit, image_size: int, side: int) -> Files:
@@ -144,28 +177,26 @@ def read_share(
     rank: int,
     size: int,
     going: Callable[[], None],
-    with_test: bool,
+    parts: Sequence[str] = BOTH,
 ) -> Known:
     """Return the contents of every `size`-th class folder or tar file, from number `rank` on.
 
-    Raises UserError (UNREADABLE).
+    `parts` are TRAIN, TEST or both. Raises UserError (UNREADABLE).
     """
     if name == "imagefolder":
         found, read = class_folders, read_names
     else:
         found, read = tar_files, read_headers
-    folders = _split_folders(Path(data_dir), with_test)
+    folders = _split_folders(Path(data_dir), parts)
     paths = [path for folder in folders for path in found(folder)]
     return {path: read(path, going) for path in paths[rank::size]}
 
 
-def _split_folders(data_dir: Path, with_test: bool) -> list[Path]:
-    """Return the folders of training and, if asked, test images; the latter may be called val."""
-    if not with_test:
-        return [data_dir / "train"]
+def _split_folders(data_dir: Path, parts: Sequence[str]) -> list[Path]:
+    """Return the folders of these parts; that of test images may be called val."""
     # os.path says no where Path.is_dir raises, as for names that are too long.
-    val_only = os.path.isdir(data_dir / VALIDATION) and not os.path.isdir(data_dir / "test")
-    return [data_dir / "train", data_dir / (VALIDATION if val_only else "test")]
+    val_only = os.path.isdir(data_dir / VALIDATION) and not os.path.isdir(data_dir / TEST)
+    return [data_dir / (VALIDATION if part == TEST and val_only else part) for part in parts]
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -197,7 +228,8 @@ def _in_class_folders(
         if not here:
             empty.append(name)
     if not images:
-        message = f"no image in {folder}: --data-dir must hold train/<class>/* and test/<class>/*"
+        message = f"no image in {folder}: --data-dir must hold train/<class>/*, to train on, and"
+        message += " test/<class>/*"
         raise UserError(f"{message} with names in {' '.join(IMG_EXTENSIONS)}", UNREADABLE)
     # By whole paths: the order decides which images a rank gets.
     images.sort()

@@ -17,8 +17,9 @@ from prunex_mpi.base.imports import check_named
 from prunex_mpi.config.cli import read_saved
 from prunex_mpi.config.resolve import resumed
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, Reader, decoding_threads
+from prunex_mpi.data.image_files import Classes
 from prunex_mpi.data.text import TextSet, Windows, read_text_data, take_windows
 from prunex_mpi.data.text_files import BYTES, CHARS, FILE_NAME, Tokenizer
 from prunex_mpi.models import standalone
@@ -204,7 +205,7 @@ def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Da
         test_samples=settings.test_samples,
         image_size=settings.image_size,
         seed=settings.seed,
-        part=(0, 1),
+        part=Part(0, 1, classes=Classes(inputs.classes, tuple(classes))),
     )
     if (found := inputs_from(data.sizes())) != inputs:
         raise UserError(

@@ -49,7 +49,8 @@ def closing_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     each_step = BY_NAME[summary["method"]].per_step
     whole = f"{sent['dense'] / MIB:.2f} MiB, once per {'step' if each_step else 'outer iteration'}"
     share = f"{100 * sent['payload'] / sent['dense']:.1f} % of that"
-    if len(summary["nodes"]) == 1:
+    # Of all its jobs: the last one alone may have had one node.
+    if not sent["sent"]:
         share += "; one node: none of it leaves the machine"
     pruned = [("parameters", f"{summary['parameters']:,}")]
     if summary["prunable"]:

@@ -32,6 +32,7 @@ from prunex_mpi.core.loading import share_contents
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches, images_at_once
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
+from prunex_mpi.data.image_files import TEST, Classes
 from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.delivery import print_result
@@ -109,7 +110,8 @@ def load_images(
     topology, world = place.topology, place.topology.world
     heartbeat.enter("data")
     threads = decoding_threads(topology.core_sharers, data.get("workers", 0), topology.host_size)
-    known = share_contents(world, data["dataset"], data["data_dir"], heartbeat)
+    where = data["dataset"], data["data_dir"]
+    known = share_contents(world, *where, heartbeat, parts=(TEST,))
     part = Part(world.rank, world.size, topology.host_size, known=known)
     dataset = run_collectively_while(
         world,
@@ -238,7 +240,7 @@ def load_test(
         test_samples=data.get("test_samples", 0),
         image_size=network.inputs.side,
         seed=0,
-        part=part,
+        part=part._replace(classes=Classes(network.inputs.classes, network.classes)),
     )
     names = dataset.class_names
     odd = [pair for pair in zip(network.classes, names, strict=False) if pair[0] != pair[1]]

@@ -2,7 +2,7 @@
 
 import json
 
-from prunex_mpi.base.tables import Table, as_json, format_lines, format_table
+from prunex_mpi.base.tables import Table, as_json, format_lines, format_table, with_losses
 
 
 def test_tables_align_and_survive_json():
@@ -17,6 +17,18 @@ def test_tables_align_and_survive_json():
     ]
     written = json.loads(json.dumps(as_json({"mpi": "m"}, [table])))
     assert written["tables"][0]["rows"] == [["long name", 1], ["x", None], ["y", 1234.5]]
+
+
+def test_losses_have_three_decimals_and_stand_on_the_right():
+    rows = (("a", 0.2, 2.0204, 7.0), ("b", 0.2, None, 7.0), ("c", 0.2, 12.5, 7.0))
+    table = with_losses(Table("t", ("row", "lr", "loss", "epochs"), rows), "lr", "epochs")
+    assert format_table(table).splitlines()[1:] == [
+        "  row    lr    loss  epochs",
+        "  a    0.20   2.020    7.00",
+        "  b    0.20       -    7.00",
+        "  c    0.20  12.500    7.00",
+    ]
+    assert json.loads(json.dumps(as_json({}, [table])))["tables"][0]["rows"] == [*map(list, rows)]
 
 
 def test_names_of_others_are_shown_and_not_obeyed():

@@ -221,7 +221,7 @@ def test_class_folders_that_another_rank_has_read_are_taken_unless_they_are_othe
 ):
     (folder / "test/red/deeper").mkdir()
     shares = [
-        image_files.read_share("imagefolder", str(folder), rank, 3, lambda: None, True)
+        image_files.read_share("imagefolder", str(folder), rank, 3, lambda: None)
         for rank in range(3)
     ]
     assert sorted(map(len, shares)) == [1, 1, 2]
@@ -383,7 +383,7 @@ def test_images_to_test_on_are_not_looked_for_where_none_are_wanted(tmp_path):
     with_test = load("imagefolder", **ways)
     shutil.rmtree(tmp_path / "test")
     refuse("imagefolder", UNREADABLE, **ways)
-    known = image_files.read_share("imagefolder", str(tmp_path), 0, 1, lambda: None, False)
+    known = image_files.read_share("imagefolder", str(tmp_path), 0, 1, lambda: None, ("train",))
     assert known and not any("test" in Path(path).parts for path in known)
     found = load("imagefolder", **ways, test_samples=None)
     assert (found.test, found.test_total) == (None, 0)

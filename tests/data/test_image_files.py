@@ -1,6 +1,7 @@
 """Class folders and tar files: the same images in both, and what is wrong with them by name."""
 
 import os
+import shutil
 import tarfile
 from collections.abc import Callable
 from io import BytesIO
@@ -15,7 +16,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.decoding import Access
-from prunex_mpi.data.image_files import Known, read_share
+from prunex_mpi.data.image_files import Classes, Known, read_share
 
 
 @pytest.fixture
@@ -40,6 +41,20 @@ def load(
         image_size=size,
         seed=3,
         part=data.Part(1, 2, known=known),
+    )
+
+
+def load_test(name: str, folder: Path, names: tuple[str, ...], count: int = 3) -> Dataset:
+    """Load what a network that knows these classes is tested on."""
+    return data.load(
+        name,
+        data_dir=str(folder),
+        access=Access(),
+        train_samples=None,
+        test_samples=0,
+        image_size=0,
+        seed=3,
+        part=data.Part(0, 1, classes=Classes(count, names)),
     )
 
 
@@ -207,6 +222,32 @@ def test_folders_without_tar_files_are_refused(shards, folder):
         load("webdataset", shards)
 
 
+@pytest.mark.parametrize("name", ["imagefolder", "webdataset"])
+def test_a_network_is_tested_where_there_is_nothing_to_train_on(folder, shards, name):
+    place = folder if name == "imagefolder" else shards
+    before = load(name, place).test
+    shutil.rmtree(place / "train")
+    with pytest.raises(UserError, match=r"no image in .*/train"):
+        load(name, place)
+    found = load_test(name, place, CLASSES)
+    assert torch.equal(found.test.images[:][1::2], before.images[:])
+    assert torch.equal(found.test.labels[1::2], before.labels)
+    assert (found.num_classes, found.train_total, len(found.train.labels)) == (3, 0, 0)
+
+
+def test_classes_to_test_on_go_by_the_names_that_a_network_knows(folder, shards):
+    shutil.rmtree(folder / "test/bee")
+    found = load_test("imagefolder", folder, ("cat", "bee", "ant"))
+    assert (found.num_classes, found.class_names) == (3, ("cat", "bee", "ant"))
+    assert sorted(found.test.labels.tolist()) == [0, 0, 2, 2]
+    with pytest.raises(UserError, match=r"class 'cat' of .*/test is none that the network knows"):
+        load_test("imagefolder", folder, ("ant", "bee", "dog"))
+    # Without names only as many folders as classes can be those of the network.
+    assert load_test("imagefolder", folder, (), 3).num_classes == 2
+    assert load_test("webdataset", shards, (), 7).num_classes == 7
+    assert load_test("webdataset", shards, (), 2).num_classes == 3
+
+
 def test_a_class_of_test_images_alone_is_refused_whatever_its_number(tmp_path):
     image = BytesIO()
     Image.new("RGB", (8, 8)).save(image, "png")
@@ -250,9 +291,7 @@ def test_other_images_or_classes_are_told_apart_and_another_place_is_not(tmp_pat
 
 
 def test_headers_that_another_rank_has_read_are_taken_as_they_are(shards):
-    shares = [
-        read_share("webdataset", str(shards), rank, 3, lambda: None, True) for rank in range(3)
-    ]
+    shares = [read_share("webdataset", str(shards), rank, 3, lambda: None) for rank in range(3)]
     assert sorted(map(len, shares)) == [1, 1, 2]
     assert {path for share in shares for path in share} == {*map(str, shards.glob("*/*.tar"))}
     every = {path: headers for share in shares for path, headers in share.items()}
@@ -269,7 +308,7 @@ def test_headers_that_another_rank_has_read_are_taken_as_they_are(shards):
 
 
 def test_a_tar_file_of_another_size_than_on_another_rank_is_refused(shards):
-    known = read_share("webdataset", str(shards), 0, 1, lambda: None, True)
+    known = read_share("webdataset", str(shards), 0, 1, lambda: None)
     path = shards / "train/0007.tar"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes() + bytes(512))

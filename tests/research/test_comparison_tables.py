@@ -8,7 +8,7 @@ from compared import RAN, cells, column, comparison, outcomes
 
 from prunex_mpi.base.files import write_json
 from prunex_mpi.base.record_keys import ACCURACY, LOSS
-from prunex_mpi.base.tables import as_json
+from prunex_mpi.base.tables import as_json, format_table
 from prunex_mpi.research.compare.comparison_tables import (
     first_held,
     measured_table,
@@ -57,6 +57,7 @@ def test_networks_with_a_loss_alone_are_compared_by_it():
     table = results_table(comparison(runs, plan="x"))
     assert column(table, "validation loss") == [1.5, 1.25]
     assert column(table, "place") == [2, 1]
+    assert "1.500" in format_table(table) and "100.00" in format_table(table)
     trials = Tuning("a", tuple(runs), chance=False)
     assert trials.best == 1
     curve = tuple(
@@ -187,6 +188,10 @@ def test_what_has_no_accuracy_is_drawn_by_its_loss_the_lowest_first(tmp_path):
     assert [p.title for p in pictures] == ["Loss against bytes", "Loss against time"]
     labels = {p.figure.axes[0].get_ylabel() for p in pictures}
     assert labels == {"validation loss, nats per token"}
+    # The page shows as many decimals as were printed.
+    assert format_table(found.tables[0]) == format_table(
+        results_table(comparison(runs, plan="0123"))
+    )
     assert "The best by mean loss is low." in lead(found)
 
 

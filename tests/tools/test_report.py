@@ -24,7 +24,7 @@ from recorded import Delay, make_run, write_lines
 
 from prunex_mpi import report as program
 from prunex_mpi.base.errors import UNREADABLE, USAGE
-from prunex_mpi.base.tables import as_json
+from prunex_mpi.base.tables import as_json, format_cell
 from prunex_mpi.research.compare.comparison_tables import tables_of
 from prunex_mpi.research.compare.outcomes import Outcome, Point
 from prunex_mpi.run.directory import RunDirectory
@@ -164,6 +164,9 @@ def test_the_page_shows_all_that_was_recorded(written, page):
     files = {path.stem: path for path in (written.parents[1] / "pic tures").iterdir()}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files.values())
     assert names == set(files)
+    titles = [picture.title for section in page.sections for picture in section.pictures]
+    # Of text there is no accuracy.
+    assert titles[0] == "Learning against outer iterations"
     assert names == {
         *("learning-iterations", "learning-seconds", "learning-bytes", "bytes", "seconds"),
         *("ranks", "lost", "density", "density-layers"),
@@ -323,15 +326,17 @@ def test_a_run_with_images_held_out_shows_what_it_reached_on_those(tmp_path):
     assert all(len(line.get_ydata()) for line in lower.lines)
     table = several_runs.table_of(both)
     assert table.rows[0][4] == table.rows[1][4] == both[1].final
-    assert "--val-split" in table.notes[1] and table.notes[1].endswith("on the test images.")
+    assert "--val-split" in table.notes[1] and table.notes[1].endswith("on the test data.")
     # A run that `bench compare` keeps has been tested on no image.
     kept = {"test_accuracy": None, "validation": {"accuracy": 0.5, "loss": 1.0}}
     untested = replace(both[0], name="kept", summary=both[0].summary | kept)
     assert (untested.final, untested.final_on, both[0].final_on) == (50.0, "held-out", "test")
     (note,) = several_runs.held_out([untested])
-    assert "test images" not in note and "the accuracy of kept is on held-out images" in note
+    assert "test data" not in note and "what kept reached is of held-out data" in note
     (note,) = several_runs.held_out([both[0], untested])
-    assert "on the test images; at the end, too, the accuracy of kept" in note
+    assert "on the test data; at the end, too, what kept reached" in note
+    # Of text there are neither.
+    assert "image" not in note and "accuracy" not in note
 
 
 def test_a_run_that_a_comparison_keeps_has_its_closing_table(tmp_path):
@@ -475,6 +480,49 @@ def test_several_runs_stand_side_by_side(tmp_path, monkeypatch):
     assert "1: x/run completed prunex" in text and "2: y/run broken off dense" in text
     assert "rank 3, local" in text and "They differ in outer-iterations" in text
     assert "2: y/run: The run ended badly" in text
+
+
+def on_one_node(path: Path) -> Path:
+    """Fabricate a run of which nothing left a node."""
+    make_run(path, iterations=4, nodes=(2,))
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["bytes"]["sent"] = 0
+    write_lines(path / "metrics.jsonl", lines)
+    summary = json.loads((path / "summary.json").read_text())
+    summary["bytes"]["sent"] = 0
+    (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+def test_what_left_the_machine_is_asked_of_all_jobs_of_a_run(tmp_path):
+    # Its last job had one node, the jobs before had two.
+    resumed, alone = make_run(tmp_path / "resumed", nodes=(2,)), on_one_node(tmp_path / "alone")
+    for path, stayed in ((resumed, False), (alone, True)):
+        table = dict(one_run.closing(read_run(path)).rows)
+        assert ("one node: none of it leaves" in table["payload of a leader"]) == stayed
+        assert ("with one node none of it left" in words_of(path)) == stayed
+
+
+def test_bytes_of_several_runs_are_of_the_same_kind(tmp_path):
+    two = read_run(make_run(tmp_path / "two", iterations=4))
+    one, other = (read_run(on_one_node(tmp_path / name)) for name in ("one", "other"))
+    assert "The fewest bytes went between nodes in one (0.00 MiB)." in several_runs.lead([one, two])
+    words = "The fewest bytes a leader handed over in one ("
+    assert any(text.startswith(words) for text in several_runs.lead([one, other]))
+    _, lower = several_runs.learned([one, two], "bytes").axes
+    assert lower.get_xlabel() == "MiB that left a node"
+    assert not lower.lines[0].get_xdata().any() and lower.lines[1].get_xdata().all()
+    _, lower = several_runs.learned([one, other], "bytes").axes
+    assert lower.get_xlabel() == "MiB that a leader handed over"
+    assert lower.lines[0].get_xdata().all()
+
+
+def test_losses_of_several_runs_have_three_decimals(tmp_path):
+    run = read_run(make_run(tmp_path / "run", iterations=4))
+    text = replace(run, config={**run.config, "dataset": "text"}, summary={"test_loss": 2.0204})
+    image, loss = (row[4] for row in several_runs.table_of([run, text]).rows)
+    assert (format_cell(loss), format_cell(image)) == ("2.020", f"{run.final:.2f}")
 
 
 def test_of_several_runs_those_with_nothing_to_show_are_left_out(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import mean, stdev
 
 from prunex_mpi.base.files import write_json
-from prunex_mpi.base.tables import Cell, Table, as_json, format_table
+from prunex_mpi.base.tables import Cell, Table, as_json, format_table, with_losses
 from prunex_mpi.base.units import MIB
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import (
@@ -127,7 +127,8 @@ def results_table(found: Comparison) -> Table:
             notes.append(f"{row}: {text}")
     failed = [run for run in found.outcomes if run.measured is None]
     notes += [f"{run.row}, seed {run.seed}: {run.problem}" for run in failed]
-    return _table(found.title, rows, notes)
+    table = _table(found.title, rows, notes)
+    return table if measures_accuracy(found) else with_losses(table, "lr", "epochs")
 
 
 def _of_the_protocol(found: Comparison) -> str:

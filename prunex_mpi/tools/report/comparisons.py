@@ -15,7 +15,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, enumerated, quote
 from prunex_mpi.base.record_keys import ACCURACY, LOSS, Measure
-from prunex_mpi.base.tables import Table
+from prunex_mpi.base.tables import Table, with_losses
 from prunex_mpi.base.units import MIB
 from prunex_mpi.tools.drawing import legend_above, look_of, marker_of, new_panel, plain
 from prunex_mpi.tools.report.page import Page, Picture, Section
@@ -85,6 +85,8 @@ def read_compared(path: Path) -> Compared:
         place = tables[0].columns.index("place")
         whole = found["comparison"]
         measure = shared_measure(whole["outcomes"])
+        if measure is LOSS:
+            tables[0] = with_losses(tables[0], "lr", "epochs")
         return Compared(
             machine=dict(whole["machine"]),
             tables=tables,

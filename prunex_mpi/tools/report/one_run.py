@@ -104,7 +104,7 @@ def learning_pictures(draw: Callable[[str], "Figure | None"]) -> list[Picture]:
     axes = {"iterations": "outer iterations", "seconds": "time", "bytes": "bytes"}
     return pictures_of(
         *(
-            (f"learning-{axis}", f"Loss and accuracy against {words}", draw(axis), "")
+            (f"learning-{axis}", f"Learning against {words}", draw(axis), "")
             for axis, words in axes.items()
         )
     )
@@ -366,7 +366,7 @@ def cost(run: Run) -> str:
             f", and each leader handed over {size_words(payload)} between nodes, "
             f"{100 * payload / dense:.1f} % of the {size_words(dense)} of a dense model"
         )
-    if len(run.sizes()) == 1:
+    if run.has("bytes.sent") and not run.total("bytes.sent"):
         text += "; with one node none of it left the machine"
     return text + "."
 

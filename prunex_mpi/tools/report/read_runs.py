@@ -97,7 +97,7 @@ class Run:
 
     @property
     def judged_on(self) -> tuple[str, str]:
-        """Which images the run was evaluated on as it went: how columns begin, and in words."""
+        """Which data the run was evaluated on as it went: how columns begin, and in words."""
         return ("val", "held-out") if self.has("val_loss") else ("test", "test")
 
     @property

@@ -72,33 +72,40 @@ def trained_seconds(run: Run) -> np.ndarray:
     return np.cumsum(run.filled("seconds.total") - run.filled("seconds.evaluate"))
 
 
-def sent_bytes(run: Run) -> np.ndarray:
-    """Return the bytes between nodes until the end of each outer iteration.
+def left_a_node(runs: Sequence[Run]) -> bool:
+    """Return whether the bytes of these runs are those that left a node, which some did.
 
-    Those that left a node, or on one node those that a leader would have handed over.
+    Else, as where all had one node, they are those that a leader handed over.
     """
-    sent = run.filled("bytes.sent")
-    return np.cumsum(sent if sent.any() else run.filled("bytes.payload"))
+    known = all(run.has("bytes.sent") for run in runs)
+    return known and any(run.total("bytes.sent") for run in runs)
 
 
-def along(run: Run, axis: str) -> np.ndarray:
-    """Return where each outer iteration lies: in iterations, seconds or bytes, by `axis`."""
+def sent_bytes(run: Run, runs: Sequence[Run]) -> np.ndarray:
+    """Return the bytes until the end of each outer iteration, of the same kind for all `runs`."""
+    return np.cumsum(run.filled("bytes.sent" if left_a_node(runs) else "bytes.payload"))
+
+
+def along(run: Run, axis: str, runs: Sequence[Run]) -> np.ndarray:
+    """Return where each outer iteration lies: in iterations, seconds or bytes, by `axis`.
+
+    `runs` are all that are drawn on it.
+    """
     if axis == "iterations":
         return run.iterations
-    return trained_seconds(run) if axis == "seconds" else sent_bytes(run)
+    return trained_seconds(run) if axis == "seconds" else sent_bytes(run, runs)
 
 
 def axis_unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:
     """Return the unit of an axis that holds all runs, and what is written at it."""
-    most = max(float(along(run, axis)[-1]) for run in runs)
+    most = max(float(along(run, axis, runs)[-1]) for run in runs)
     if axis == "iterations":
         return 1, "outer iteration"
     if axis == "seconds":
         size, name = unit_of_seconds(most)
         return size, f"{name} of training, evaluation left out"
     size, name = unit_of_bytes(most)
-    left = any(run.filled("bytes.sent").any() for run in runs)
-    return size, f"{name} that left a node" if left else f"{name} that a leader handed over"
+    return size, f"{name} that {'left a node' if left_a_node(runs) else 'a leader handed over'}"
 
 
 def plot(
@@ -155,7 +162,7 @@ def mark_freeze(panel: "Axes", run: Run, axis: str = "iterations") -> None:
     if first is None or first == run.iterations[0]:
         return
     size, _ = axis_unit([run], axis)
-    at = float(along(run, axis)[np.flatnonzero(run.iterations == first)[0]]) / size
+    at = float(along(run, axis, [run])[np.flatnonzero(run.iterations == first)[0]]) / size
     panel.axvline(at, color=GREY, linestyle="-.", linewidth=1, label="masks fixed")
 
 
@@ -170,7 +177,7 @@ def learning(run: Run, axis: str) -> "Figure | None":
     figure = new_figure(4.6)
     upper, lower = figure.subplots(2, 1, sharex=True)
     size, label = axis_unit([run], axis)
-    x = along(run, axis) / size
+    x = along(run, axis, [run]) / size
     plot_each(upper, x, {w: run.column(name) for w, name in losses.items() if run.has(name)})
     widen(upper, [run.column(name) for name in losses.values()])
     upper.set_ylabel("loss")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prunex_mpi.base.errors import enumerated
-from prunex_mpi.base.record_keys import LABELS
-from prunex_mpi.base.tables import Cell, Table
+from prunex_mpi.base.record_keys import LABELS, LOSS
+from prunex_mpi.base.tables import Cell, Loss, Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.settings.values import in_words
 from prunex_mpi.tools.drawing import (
@@ -63,9 +63,9 @@ def page_of(runs: Sequence[Run]) -> Page:
     return Page(f"{len(runs)} runs", source, lead(runs), sections, [*bad, *notes])
 
 
-HELD_OUT = "Runs with held-out images (--val-split) were evaluated on those as they went; "
-TESTED = "their accuracy at the end is that of their best network on the test images"
-NOT_TESTED = "at the end, too, the accuracy of {} is on held-out images"
+HELD_OUT = "Runs with held-out data (--val-split) were evaluated on those as they went; "
+TESTED = "what they reached at the end is that of their best network on the test data"
+NOT_TESTED = "at the end, too, what {} reached is of held-out data"
 MEAN = "Means over the outer iterations of a run, as rank 0 took them."
 
 
@@ -96,7 +96,7 @@ def lead(runs: Sequence[Run]) -> list[str]:
     # What was broken off early has cost little.
     judged = [run for run in runs if run.complete] or runs
     reached = {run.name: run.final for run in judged}
-    sizes = {run.name: float(run_pictures.sent_bytes(run)[-1]) for run in judged}
+    sizes = {run.name: float(run_pictures.sent_bytes(run, judged)[-1]) for run in judged}
     seconds = {run.name: float(run_pictures.trained_seconds(run)[-1]) for run in judged}
     known = {name: value for name, value in reached.items() if np.isfinite(value)}
     measure = judged[0].measure
@@ -104,7 +104,8 @@ def lead(runs: Sequence[Run]) -> list[str]:
         best = list(known)[measure.best(list(known.values()))]
         text.append(f"The {measure.superlative} is {best} ({measure.shown(known[best])}).")
     least, fastest = min(sizes, key=lambda n: sizes[n]), min(seconds, key=lambda n: seconds[n])
-    text.append(f"The fewest bytes went between nodes in {least} ({sizes[least] / MIB:.2f} MiB).")
+    went = "went between nodes" if run_pictures.left_a_node(judged) else "a leader handed over"
+    text.append(f"The fewest bytes {went} in {least} ({sizes[least] / MIB:.2f} MiB).")
     text.append(f"The least time took {fastest} ({duration_words(seconds[fastest])}).")
     unequal = differing(runs, ("model", "dataset", "outer-iterations", "seed"))
     if unequal:
@@ -126,12 +127,12 @@ def named(runs: Sequence[Run]) -> str:
 
 
 def judged_on(runs: Sequence[Run]) -> str:
-    """Return which images the accuracies of runs as they went are of, in words."""
+    """Return which data runs were judged on as they went, in words."""
     return " or ".join(sorted({run.judged_on[1] for run in runs}, reverse=True))
 
 
 def held_out(runs: Sequence[Run]) -> list[str]:
-    """Return a note on accuracies where any run was judged on held-out images."""
+    """Return a note where any run was judged on held-out data."""
     held = [run for run in runs if run.judged_on[0] == "val"]
     untested = [run.name for run in held if run.final_on != "test"]
     parts = [TESTED] if len(untested) < len(held) else []
@@ -140,7 +141,7 @@ def held_out(runs: Sequence[Run]) -> list[str]:
 
 
 def ended_on(runs: Sequence[Run]) -> str:
-    """Return which images the accuracies of runs at their end are of, in words."""
+    """Return which data runs were judged on at their end, in words."""
     return " or ".join(sorted({run.final_on for run in runs}, reverse=True))
 
 
@@ -153,7 +154,7 @@ def learned(runs: Sequence[Run], axis: str) -> "Figure | None":
     size, word = axis_unit(runs, axis)
     for number, run in enumerate(runs):
         look = look_and_label(number, run)
-        x = along(run, axis) / size
+        x = along(run, axis, runs) / size
         plot(upper, x, run.column("train_loss"), **look)
         plot(lower, x, run.judged, **look)
     widen(upper, [run.column("train_loss") for run in runs])
@@ -231,7 +232,7 @@ def table_of(runs: Sequence[Run]) -> Table:
                 run.status,
                 str(run.setting("method", "")),
                 len(run.iterations),
-                _cell(reached),
+                _cell(Loss(reached) if run.measure is LOSS else reached),
                 _cell(last(run, "density")),
                 float(sent / MIB),
                 float(100 * sent / dense) if dense else None,
