@@ -123,16 +123,20 @@ def run_collectively_while(
 
     The action takes long and calls `going()` as it goes on. `beat` is called then; and where a rank
     is done sooner, as often as all others have gone on. Where one has failed the others are stopped
-    in `going()`. Rounds of Iallreduce tell, in which nobody waits.
+    in `going()`. Rounds tell, in which nobody waits: by trees, one way and then back, since each
+    rank that hands a message on may sleep meanwhile, and Iallreduce may go around all of them.
     """
     mine, everyone = np.zeros(1, dtype=np.int8), np.zeros(1, dtype=np.int8)
     request: MPI.Request | None = None
+    back = False
 
     def round_ended() -> bool:
-        nonlocal request
+        nonlocal request, back
         if request is None:
-            request = world.Iallreduce(mine, everyone, op=MPI.MIN)
-        if not request.Test():
+            request, back = world.Ireduce(mine, everyone, op=MPI.MIN), False
+        if request.Test() and not back:
+            request, back = world.Ibcast(everyone), True
+        if not back or not request.Test():
             return False
         request = None
         return True
@@ -152,9 +156,8 @@ def run_collectively_while(
     if request is not None:
         # Its operand is still read; it ends as soon as the others go on.
         pauses = _pauses()
-        while not request.Test():
+        while not round_ended():
             time.sleep(next(pauses))
-        request = None
         beat()
         if everyone[0] == FAILED:
             raise_together(world, error)

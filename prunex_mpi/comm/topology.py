@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     count_same,
@@ -126,7 +127,8 @@ def build_topology(
         node, [leader.rank, gather_counts(leader, node.size)] if leads else None
     )
     shared = host_rank, host_size, core_sharers
-    racks = _find_racks(world, node, leader, rack_of, made) if rack_of else None
+    several = rack_of and len(sizes) > 1
+    racks = _find_racks(world, node, leader, rack_of, made) if several else None
     return Topology(world, node, leader, index, tuple(sizes), *shared, racks, made)
 
 
@@ -143,6 +145,10 @@ def _find_racks(
     *racks, mine = broadcast_json(node, [*names, name])
     distinct = list(dict.fromkeys(racks))
     if len(distinct) in (1, len(racks)):
+        if world.rank == 0:
+            what = "each is a rack of its own" if len(distinct) > 1 else f"all are in rack {name}"
+            text = "--rack-of %s changes nothing: of %d nodes %s"
+            log.warning(text, rack_of, len(racks), what)
         return None
     index, inside, between = distinct.index(mine), MPI.COMM_NULL, MPI.COMM_NULL
     if leads:

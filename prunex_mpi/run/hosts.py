@@ -38,15 +38,38 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
     nodes, tasks = (environment.get(f"SLURM_{x}", "") for x in ("JOB_NODELIST", "TASKS_PER_NODE"))
     if not nodes or not tasks:
         raise UserError("which hosts? give --hosts A:RANKS,B:RANKS, or start it in a Slurm job")
-    command = ["scontrol", "show", "hostnames", nodes]
     try:
-        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        names = _scontrol("show", "hostnames", nodes).split()
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"`{shlex.join(command)}` failed ({error}); give --hosts") from None
+        text = f"`scontrol show hostnames {nodes}` failed ({error}); give --hosts"
+        raise UserError(text) from None
     counts = [int(n) for n, times in TASKS.findall(tasks) for _ in range(int(times or 1))]
     if len(names) != len(counts):
         raise UserError("this step has a part of its Slurm job's hosts; give --hosts A:RANKS,...")
     return dict(zip(names, counts, strict=True))
+
+
+def lost_to_slurm(environment: Mapping[str, str]) -> set[str]:
+    """Return the hosts that Slurm has taken out of the job that this is part of, for good."""
+    before, job, array, task = (
+        environment.get(f"SLURM_{x}", "")
+        for x in ("JOB_NODELIST", "JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID")
+    )
+    if not before or not job:
+        return set()
+    # Where Slurm does not tell, nothing is known to be lost.
+    with suppress(OSError, subprocess.CalledProcessError):
+        text = _scontrol("--oneliner", "show", "job", f"{array}_{task}" if array else job)
+        if now := re.search(r"\sNodeList=([^\s(]+)", text):
+            then, left = (_scontrol("show", "hostnames", x).split() for x in (before, now[1]))
+            return {*then} - {*left}
+    return set()
+
+
+def _scontrol(*words: str) -> str:
+    """Return what a command of Slurm says; raise OSError or CalledProcessError."""
+    command = ["scontrol", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def is_here(name: str) -> bool:

@@ -13,15 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserError, quote
 from prunex_mpi.base.files import (
-    CHECKPOINT,
     DIVERGED,
     GO,
     LEAVE,
@@ -29,22 +27,31 @@ from prunex_mpi.base.files import (
     NEXT,
     NODES,
     READY,
-    SUMMARY,
-    TAKEN_OVER,
     no_links,
     touch,
     write_durably,
 )
 from prunex_mpi.base.signals import handling
 from prunex_mpi.config.parser import Parser, check_range, last_value, program_parser
-from prunex_mpi.run.directory import COMPLETE, is_held, read_summary
+from prunex_mpi.run.directory import is_held
 from prunex_mpi.run.hosts import (
     close_probes,
     is_here,
+    lost_to_slurm,
     probes_are_over,
     read_hosts,
     slurm_hosts,
     start_probes,
+)
+from prunex_mpi.run.progress import (
+    has_left,
+    is_complete,
+    made_room,
+    newest_checkpoint,
+    records,
+    size_of,
+    summary,
+    what_is_lost,
 )
 from prunex_mpi.run.watchdog import READING_S
 
@@ -62,6 +69,8 @@ KILL_S = 5.0
 # For a job to stand by: then the one before leaves without it, as where it has failed. And how long
 # before it is to go on it is started where its hosts are there.
 STAND_BY_S, AHEAD_S = 300.0, 30.0
+# For a host that answers, and with which the job has not trained.
+LEFT_OUT_S = 600.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EPILOG = """In COMMAND, which ends with the flags of the training, {hosts} stands for the hosts that
 answer as mpirun's --host and mpiexec's -hosts take them (a:4,b:4), {names} for their names alone
@@ -175,6 +184,9 @@ def parse(argv: Sequence[str]) -> Options:
     check_range(given, "tries", 1, 99)
     if not given.regrow_after >= 0:
         raise UserError(f"--regrow-after must be at least 0, not {given.regrow_after}")
+    if (racks := last_value(command, "--rack-of")).isdecimal():
+        text = "once a host is lost, consecutive ones are not those of a rack"
+        raise UserError(f"--rack-of {racks}: {text}; give a pattern of host names")
     numbers = given.tries, given.regrow_after
     run = run_dir_of(command)
     return Options(hosts, given.min_hosts, given.probe, *numbers, tuple(command), run)
@@ -207,7 +219,9 @@ def asked_to_end() -> Iterator[Asked]:
 
 def keep_going(options: Options) -> int:
     """Start the job as often as it takes; return the exit code of the last one."""
-    run, failures, trained = options.run, 0, False
+    run, failures, left_out_until = options.run, 0, 0.0
+    # Where a job has trained.
+    worked: Sequence[str] = ()
     change: Change | None = None
     following: Following | None = None
     # No job outlives its launcher.
@@ -221,8 +235,9 @@ def keep_going(options: Options) -> int:
                 what = "taking over"
             else:
                 end_following(run, following)
-                hosts = wait_for_hosts(options, asked)
-                if asked.times:
+                sure = worked if time.monotonic() < left_out_until else options.hosts
+                hosts = wait_for_hosts(options, asked, sure)
+                if asked.times or not hosts:
                     return PREEMPTED
                 for path in (said_ended(run), run / NEXT, run / READY):
                     path.unlink(missing_ok=True)
@@ -231,7 +246,7 @@ def keep_going(options: Options) -> int:
                 what = "starting"
             say(f"{what} on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
             before = newest_checkpoint(run)
-            end = attend(job, options, hosts, asked, exits, change, size)
+            end = attend(job, options, hosts, asked, exits, change, size, left_out_until)
             code, following, size = end.code, end.following, end.size
             if end.trained:
                 change = None
@@ -248,9 +263,13 @@ def keep_going(options: Options) -> int:
                 say(f"the job ended with code {code}, and is not started again: {reason}")
                 # What refuses a later job, the time or the hosts that are left, holds for this
                 # allocation alone.
-                late = trained and not end.trained and code == USAGE
+                late = worked and not end.trained and code == USAGE
                 return PREEMPTED if late else code or FAILURE
-            trained |= end.trained
+            if end.trained:
+                worked = hosts
+            elif new := [name for name in hosts if worked and name not in worked]:
+                say(f"the job did not train with {', '.join(new)}: left out for {LEFT_OUT_S:.0f} s")
+                left_out_until = time.monotonic() + LEFT_OUT_S
             lost, seconds = what_is_lost(run, end.at)
             if change is None:
                 change = Change(hosts, code, newest_checkpoint(run)[0], lost, seconds, end.at)
@@ -345,10 +364,12 @@ def attend(
     exits: ExitStack,
     change: Change | None,
     size: int,
+    alone_until: float,
 ) -> End:
     """Wait for the end of a job on `hosts` and return it; `exits` end what it starts beside it.
 
     Once the job has trained, by records of the run beyond `size`, the `change` before it is noted.
+    Others are not asked whether they answer before the time `alone_until`.
     """
     run, told, regrows, trained, began = options.run, 0, False, False, time.time()
     following: Following | None = None
@@ -357,7 +378,7 @@ def attend(
     abort_s = ABORT_S + READING_S * sum(options.hosts[name] for name in hosts)
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
-    ended_at, probed_at = 0.0, time.monotonic()
+    ended_at, probed_at = 0.0, max(time.monotonic(), alone_until)
     lost_at, due, told_bytes = 0.0, 0.0, size_of(run / NODES)
     while True:
         time.sleep(LOOK_S)
@@ -431,6 +452,29 @@ def attend(
     return End(at, code, regrows, trained, following, size)
 
 
+def note(options: Options, hosts: Sequence[str], change: Change) -> None:
+    """Note in the run's files that it goes on, on which hosts, and what that has cost."""
+    now, done = time.time(), sum(seconds for _, seconds in records(options.run)[-1:])
+    line = {
+        "time": now,
+        "iteration": change.iteration,
+        # Until it trains again.
+        "seconds": max(now - change.at - done, 0.0),
+        "left": [name for name in change.hosts if name not in hosts],
+        "joined": [name for name in hosts if name not in change.hosts],
+        "lost_iterations": change.lost_iterations,
+        "lost_seconds": change.lost_seconds,
+        "code": change.code,
+        "hosts": len(hosts),
+        "ranks": sum(options.hosts[name] for name in hosts),
+    }
+    with (
+        suppress(OSError),
+        open(options.run / NODES, "a", encoding="utf-8", opener=no_links) as file,
+    ):
+        file.write(json.dumps(line) + "\n")
+
+
 def end_job(job: subprocess.Popen) -> None:
     """End a job that has not been waited for: the number of one that was may be another's."""
     if job.returncode is None:
@@ -475,8 +519,11 @@ def wait_until_free(run: Path, asked: Asked, following: Following | None) -> Non
 # --------------------------------------------------------------------------------------------------
 
 
-def wait_for_hosts(options: Options, asked: Asked) -> list[str]:
-    """Return the hosts that answer, as soon as there are enough of them."""
+def wait_for_hosts(options: Options, asked: Asked, sure: Collection[str]) -> list[str]:
+    """Return the hosts that answer, as soon as there are enough of them; none at the end.
+
+    Those that are not `sure` are taken only where it needs them.
+    """
     told = False
     while not asked.times:
         began = time.monotonic()
@@ -485,106 +532,16 @@ def wait_for_hosts(options: Options, asked: Asked) -> list[str]:
             time.sleep(LOOK_S)
         found = close_probes(probes)
         there = [name for name in options.hosts if name in found or is_here(name)]
-        if len(there) >= options.min_hosts:
-            return there
+        for some in ([name for name in there if name in sure], there):
+            if len(some) >= options.min_hosts:
+                return some
+        lost = lost_to_slurm(os.environ)
+        if sum(name not in lost for name in options.hosts) < options.min_hosts:
+            say(f"Slurm has taken {', '.join(sorted(lost))} away: too few hosts are left")
+            return []
         if not told:
             say(f"{len(there)} of {len(options.hosts)} hosts answer: waiting for more")
         told, end = True, time.monotonic() + PROBE_EVERY_S
         while time.monotonic() < end and not asked.times:
             time.sleep(LOOK_S)
     return []
-
-
-# --------------------------------------------------------------------------------------------------
-# What the run's files tell
-# --------------------------------------------------------------------------------------------------
-
-
-def size_of(path: Path) -> int:
-    """Return the size of a file, 0 where there is none."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def newest_checkpoint(run: Path) -> tuple[int, int]:
-    """Return outer iteration and step from which a run goes on, (1, 0) without a checkpoint."""
-    found = [(1, 0)]
-    with suppress(OSError):
-        for path in (run / "checkpoints").iterdir():
-            if match := CHECKPOINT.fullmatch(path.name):
-                found.append((int(match[2]), int(match[3])))
-    return max(found)
-
-
-def summary(run: Path) -> dict[str, Any]:
-    """Return what a job says of its end, {} where it has not come to say it."""
-    with suppress(UserError):
-        return read_summary(run)
-    return {}
-
-
-def is_complete(run: Path, since: float = 0.0) -> bool:
-    """Return whether a job has come to the end of the run, and said so `since` that time."""
-    return has_left(run, since) and summary(run).get("status") in COMPLETE
-
-
-def has_left(run: Path, since: float) -> bool:
-    """Return whether a job has said `since` that time how it ends, which is the last it does."""
-    with suppress(OSError):
-        return (run / SUMMARY).stat().st_mtime >= since
-    return False
-
-
-def made_room(run: Path) -> bool:
-    """Return whether a job has left for the one that stands by."""
-    return summary(run).get("reason") == TAKEN_OVER
-
-
-def what_is_lost(run: Path, at: float) -> tuple[int, float]:
-    """Return how many finished outer iterations are done again, and the seconds from the last
-    checkpoint until the job ended: theirs, and those of the one that was under way.
-    """
-    iteration, _ = newest_checkpoint(run)
-    lost = [seconds for k, seconds in records(run) if k >= iteration]
-    with suppress(OSError):
-        return len(lost), sum(lost) + max(at - (run / METRICS).stat().st_mtime, 0.0)
-    return 0, 0.0
-
-
-def records(run: Path) -> list[tuple[int, float]]:
-    """Return number and seconds of each outer iteration, as far as lines are whole."""
-    found = []
-    # A job that was killed may leave half a line.
-    with (
-        suppress(OSError, ValueError, KeyError, TypeError),
-        open(run / METRICS, encoding="utf-8") as file,
-    ):
-        for line in file:
-            record = json.loads(line)
-            found.append((record["iteration"], record["seconds"]["total"]))
-    return found
-
-
-def note(options: Options, hosts: Sequence[str], change: Change) -> None:
-    """Note in the run's files that it goes on, on which hosts, and what that has cost."""
-    now, done = time.time(), sum(seconds for _, seconds in records(options.run)[-1:])
-    line = {
-        "time": now,
-        "iteration": change.iteration,
-        # Until it trains again.
-        "seconds": max(now - change.at - done, 0.0),
-        "left": [name for name in change.hosts if name not in hosts],
-        "joined": [name for name in hosts if name not in change.hosts],
-        "lost_iterations": change.lost_iterations,
-        "lost_seconds": change.lost_seconds,
-        "code": change.code,
-        "hosts": len(hosts),
-        "ranks": sum(options.hosts[name] for name in hosts),
-    }
-    with (
-        suppress(OSError),
-        open(options.run / NODES, "a", encoding="utf-8", opener=no_links) as file,
-    ):
-        file.write(json.dumps(line) + "\n")

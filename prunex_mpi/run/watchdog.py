@@ -9,6 +9,7 @@ process that is stopped can't report itself.
 import contextlib
 import errno
 import json
+import math
 import os
 import signal
 import socket
@@ -28,7 +29,9 @@ PACKAGE = Path(__file__).parents[1]
 BEHIND = PACKAGE / "comm" / "async_exchange.py"
 RECORD_BYTES = 1024
 CHECKS_PER_TIMEOUT = 10
-LONGEST_PAUSE_S = 5.0
+# Between looks at this rank itself; and at the records, which a thousand ranks write and read on
+# one file system. A report takes who has not written for a minute for dead.
+LONGEST_PAUSE_S, LONGEST_SILENCE_S = 5.0, 30.0
 GRACE_S = 3.0
 # For the record of one rank, on a slow file system.
 READING_S = 0.01
@@ -69,6 +72,7 @@ class Watchdog:
         self.rank = rank
         self.timeout_s = timeout_s
         self.pause_s = min(LONGEST_PAUSE_S, timeout_s / CHECKS_PER_TIMEOUT)
+        self.silence_s = min(LONGEST_SILENCE_S, timeout_s / CHECKS_PER_TIMEOUT)
         self.abort = abort
         self.host = socket.gethostname()
         self.main_thread = threading.main_thread().ident
@@ -141,7 +145,8 @@ class Watchdog:
         return True
 
     def _watch(self) -> None:
-        own, next_one = _Idle(self.pause_s), _Idle(self.pause_s)
+        own, next_one = _Idle(self.pause_s), _Idle(self.silence_s)
+        silent_s, told_at = 0.0, -math.inf
         while not self.ended.wait(self.pause_s):
             # While Python imports, which takes long on some file systems, no phase goes on.
             idle_s = own.seconds_since_change((self.heartbeat.beats, len(sys.modules)))
@@ -150,10 +155,14 @@ class Watchdog:
                     self._end(self._own_reason, idle_s)
                 continue
             self.leave_if_lost()
-            self._publish()
-            successor = read_heartbeat(self.folder, (self.rank + 1) % self.size)
-            # A rank that has left takes its record away.
-            silent_s = next_one.seconds_since_change(successor.at if successor else time.time())
+            now = time.monotonic()
+            # To the nearest look.
+            if now - told_at > self.silence_s - self.pause_s / 2:
+                told_at = now
+                self._publish()
+                successor = read_heartbeat(self.folder, (self.rank + 1) % self.size)
+                # A rank that has left takes its record away.
+                silent_s = next_one.seconds_since_change(successor.at if successor else time.time())
             if max(idle_s, silent_s) > self.timeout_s:
                 self._end(self._reason, max(idle_s, silent_s))
 

@@ -6,6 +6,8 @@ import time
 import pytest
 from nodes import WORLD
 
+from mpi4py import MPI
+
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.agreement import (
     broadcast_json,
@@ -53,6 +55,16 @@ def test_who_is_done_stands_still_while_another_does():
     run_collectively_while(WORLD, stalls, lambda: beats.append(time.monotonic()))
     beats.append(time.monotonic())
     assert max(b - a for a, b in itertools.pairwise(beats)) > 0.5 * pause_s
+
+
+def test_no_round_goes_around_all_ranks_that_sleep():
+    """As Iallreduce does where the programs have Open MPI sum by a ring."""
+
+    class Trees(MPI.Intracomm):
+        def Iallreduce(self, *_: object, **options: object) -> MPI.Request:
+            raise AssertionError(options)
+
+    assert run_collectively_while(Trees(WORLD), context, lambda: None) == WORLD.rank
 
 
 def test_what_goes_wrong_on_one_rank_ends_all():

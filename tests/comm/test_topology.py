@@ -111,10 +111,22 @@ def test_racks_are_split_from_the_leaders_whatever_the_order_of_hosts(sizes, mon
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("rack_of", ["1", "1000", "(.*)"])
-def test_one_rack_and_racks_of_one_node_are_two_levels(rack_of):
+def test_one_rack_and_racks_of_one_node_are_two_levels_and_said(rack_of, caplog):
     with nodes_of(1, rack_of) as topology:
         assert topology.racks is None
         assert topology.num_peers == topology.num_nodes
+        warned = WORLD.rank == 0 and topology.num_nodes > 1
+    words = "each is a rack of its own" if rack_of == "1" else "all are in rack"
+    assert [words in line for line in caplog.messages] == [True] * warned
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rack_of", ["slurm", "(x)yz"])
+def test_no_rack_is_looked_for_where_there_is_one_node(rack_of, monkeypatch):
+    """As on the machine where the size of messages is printed first."""
+    monkeypatch.delenv("SLURM_TOPOLOGY_ADDR", raising=False)
+    with nodes_of(WORLD.size, rack_of) as topology:
+        assert topology.racks is None
 
 
 def test_a_rack_has_the_name_of_its_switches(monkeypatch):
@@ -123,7 +135,7 @@ def test_a_rack_has_the_name_of_its_switches(monkeypatch):
     assert [rack_name("3", node) for node in range(7)] == list("0001112")
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("rack_of", "words"),
     [("(x)yz", "rack-of (x)yz: its group finds no rack"), ("slurm", "no switch in SLURM_TOPO")],

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.run import directory, job, relaunch
-from prunex_mpi.run.hosts import read_hosts, slurm_hosts
+from prunex_mpi.run.hosts import lost_to_slurm, read_hosts, slurm_hosts
 from prunex_mpi.run.relaunch import parse
 
 HOSTS = ("a", "b", "c")
@@ -241,6 +241,15 @@ def test_no_job_outlives_a_launcher_that_fails(plan, count, monkeypatch):
     assert all(job.returncode is not None for job in jobs)
 
 
+def test_a_host_that_answers_and_can_not_run_is_left_out(capfd):
+    """The job beside the one that trained has failed there, and so does the one after it."""
+    lines = "it 1, down b, exit 1", "it 2, up b, usr1 3", "exit 1", "exit 1", "it 50, exit 1"
+    assert go(*lines, "it 60, sleep 0.5, exit 1", "end 0") == 0
+    whole, rest = "a,b,c", "a,c"
+    assert [words[1] for words in starts()] == [whole, rest, whole, whole, rest, rest, rest]
+    assert "the job did not train with b: left out for 600 s" in capfd.readouterr().err
+
+
 def test_nobody_goes_on_where_the_job_before_is_told_to_leave():
     lines = "down c, it 1, exit 1", "hold 0, up c, it 2, ready 0, told SIGTERM", "next 0, sleep 60"
     assert go(*lines) == 75
@@ -348,6 +357,7 @@ def test_a_signal_goes_to_the_job_which_ends_with_a_checkpoint(number, tmp_path)
         ("--hosts a --min-hosts 2 -- mpirun {hosts} --run-dir r", "--min-hosts must be"),
         ("--hosts a --probe '{host} -- mpirun {hosts} --run-dir r", "No closing quotation"),
         ("--hosts a --probe ping -- mpirun {hosts} --run-dir r", "--probe must say"),
+        ("--hosts a -- mpirun {hosts} --run-dir r --rack-of=2", "--rack-of 2: once a host is lost"),
         ("-- mpirun {hosts} --run-dir r", "which hosts?"),
     ],
 )
@@ -360,16 +370,52 @@ def test_what_is_refused(words, message, monkeypatch):
 
 def test_hosts_are_read():
     assert read_hosts("n-1.x:4, b") == {"n-1.x": 4, "b": 1}
+    with pytest.raises(UserError, match="--hosts names a twice"):
+        read_hosts("a:2,b:2,a:2")
 
 
-def test_slurm_tells_hosts(monkeypatch, tmp_path):
+# What `scontrol` says of a job that had the hosts n1 to n3.
+SCONTROL = """#!/bin/sh
+case "$*" in
+    "show hostnames n[1-3]") printf 'n1\\nn2\\nn3\\n' ;;
+    "show hostnames n3") echo n3 ;;
+    "--oneliner show job 5_1") echo 'JobId=7 ReqNodeList=n[1-3] NodeList=n3 NumNodes=1' ;;
+    "--oneliner show job 8") echo 'JobId=8 NodeList=(null) NumNodes=1' ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     program = tmp_path / "bin" / "scontrol"
     program.parent.mkdir()
-    program.write_text("#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n")
+    program.write_text(SCONTROL)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    return program
+
+
+def test_slurm_tells_hosts(scontrol):
     found = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),3"}
     assert slurm_hosts(found) == {"n1": 4, "n2": 4, "n3": 3}
-    assert shutil.which("scontrol") == str(program)
+    assert shutil.which("scontrol") == str(scontrol)
     with pytest.raises(UserError, match="give --hosts"):
         slurm_hosts({**found, "SLURM_TASKS_PER_NODE": "4"})
+    with pytest.raises(UserError, match=r"`scontrol show hostnames n9` failed .*; give --hosts"):
+        slurm_hosts({**found, "SLURM_JOB_NODELIST": "n9"})
+
+
+def test_slurm_tells_which_hosts_it_has_taken(scontrol):
+    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7"}
+    task = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
+    assert lost_to_slurm({**job, **task}) == {"n1", "n2"}
+    # Where it does not tell none is.
+    assert [lost_to_slurm(x) for x in ({}, job, {**job, "SLURM_JOB_ID": "8"})] == [set()] * 3
+
+
+def test_too_few_hosts_that_slurm_has_left_are_not_waited_for(monkeypatch, capfd):
+    monkeypatch.setattr(relaunch, "lost_to_slurm", lambda _: {"a", "b"})
+    assert go("down a, down b, it 1, exit 1", flags="--min-hosts 2") == 75
+    assert len(starts()) == 1
+    assert "Slurm has taken a, b away: too few hosts are left" in capfd.readouterr().err

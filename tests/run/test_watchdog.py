@@ -153,6 +153,20 @@ def test_one_rank_reports_and_none_of_it_stays(tmp_path):
     dog.close()
 
 
+def test_files_are_read_and_written_less_often_than_the_rank_is_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(watchdog, "LONGEST_SILENCE_S", 0.5)
+    looks: list[str] = []
+    dog = Watchdog(Heartbeat(), 0, 1800, pytest.fail)
+    monkeypatch.setattr(dog, "leave_if_lost", lambda: looks.append("itself"))
+    monkeypatch.setattr(watchdog, "read_heartbeat", lambda *_: looks.append("next one"))
+    dog.share(tmp_path, 2)
+    time.sleep(1.2)
+    dog.close()
+    assert 1 <= looks.count("next one") <= 3
+    assert looks.count("itself") > 2 * looks.count("next one")
+
+
 def test_a_folder_that_is_not_shared_is_a_user_error(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "SHARE_LIMIT_S", 0.3)
     dog = Watchdog(Heartbeat(), 0, 100, pytest.fail)
