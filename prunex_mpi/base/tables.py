@@ -7,7 +7,7 @@ from prunex_mpi.base.errors import printable
 Cell = str | int | float | None
 
 
-class Loss(float):
+class LossCell(float):
     """A loss: tables show three decimals, since losses of text differ in the third one."""
 
 
@@ -42,7 +42,7 @@ def format_cell(cell: Cell) -> str:
     """Return a cell as text."""
     if cell is None:
         return "-"
-    if isinstance(cell, Loss):
+    if isinstance(cell, LossCell):
         return f"{cell:.3f}"
     if isinstance(cell, float):
         return (
@@ -57,7 +57,7 @@ def with_losses(table: Table, after: str, before: str) -> Table:
     rows = [
         (
             *row[:first],
-            *(Loss(cell) if isinstance(cell, float) else cell for cell in row[first:end]),
+            *(LossCell(cell) if isinstance(cell, float) else cell for cell in row[first:end]),
             *row[end:],
         )
         for row in table.rows

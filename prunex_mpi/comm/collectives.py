@@ -200,7 +200,7 @@ def staged_parts(
 
 
 def host_memory(transport: Transport, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Return memory that MPI gets in place of one or two `parts`, each of about one bucket.
+    """Return memory that MPI gets in place of one or two `parts`, each of about what is staged.
 
     The parts themselves where nothing is staged: to copy to and from them then does nothing.
     """
@@ -323,7 +323,7 @@ def hierarchical_sum_(leader: MPI.Comm, node: MPI.Comm, values: np.ndarray) -> N
 def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transport) -> None:
     """Gather `mine` [n] of every rank into `everyone` [comm.size, n], alike on all ranks.
 
-    One Allgatherv per bucket. Collective on `comm`.
+    One Allgatherv per bucket; as much as is staged is copied at once. Collective on `comm`.
     """
     if comm.size == 1:
         everyone[0].copy_(mine)
@@ -376,7 +376,8 @@ def alltoallv_(
 def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
     """Send row r of `mine` [comm.size, n] to rank r; `received`, as large, is what came to here.
 
-    One Alltoallv per bucket. Row r of what is received came from rank r. Collective on `comm`.
+    One Alltoallv per bucket; as much as is staged is copied at once. Row r of what is received came
+    from rank r. Collective on `comm`.
     """
     if comm.size == 1:
         received.copy_(mine)
@@ -422,7 +423,8 @@ def buckets_at_once(like: Tensor, nbytes: int, transport: Transport) -> int:
     """
     if like.device.type == "cpu":
         return 1
-    return max(1, (transport.staging[0].nbytes if transport.staging else like.nbytes) // nbytes)
+    room = transport.staging[0].nbytes if transport.staging else transport.bucket_bytes
+    return max(1, room // nbytes)
 
 
 def runs(count: int, bucket: int, together: int) -> Iterator[tuple[int, int]]:
@@ -471,7 +473,9 @@ def spread_shares_(comm: MPI.Comm, rows: Tensor, ends: Sequence[int], transport:
     """
     counts = [stop - start for start, stop in pairwise(ends)]
     (everyone,) = host_memory(transport, rows)
-    everyone.copy_(rows)
+    if everyone is not rows:
+        own = slice(ends[comm.rank], ends[comm.rank + 1])
+        everyone[:, own].copy_(rows[:, own])
     for row in everyone:
         if len(set(counts)) == 1:
             comm.Allgather(MPI.IN_PLACE, mpi_buffer(row))

@@ -122,6 +122,8 @@ def load_text(world: MPI.Comm, settings: Settings, known: Mapping[str, Any]) -> 
         ),
     )
     log.info("%s", text.found)
+    if text.lacking:
+        log.warning("text: %s", text.lacking)
     return windows
 
 

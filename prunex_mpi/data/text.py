@@ -171,7 +171,9 @@ class Text:
     begin: int  # of the tokens to test on
     test_bytes: int
     digest: str
+    told: bool  # whether names of files have told the parts
     found: str
+    lacking: str  # what is not in the tokens
 
     @property
     def bytes_per_token(self) -> float:
@@ -196,7 +198,7 @@ def text_of(prepared: Prepared, last: bool = False) -> Text:
     finally:
         if last and prepared.temporary:
             forget(prepared.files)
-    names = "tokenizer", "length", "begin", "test_bytes", "digest", "found"
+    names = "tokenizer", "length", "begin", "test_bytes", "digest", "told", "found", "lacking"
     return Text(tokens, **{name: getattr(prepared, name) for name in names})
 
 

@@ -73,7 +73,8 @@ class Prepared:
     The tokens lie in `files` one after the other, each of `type`; with no files they are those of
     the embedded text, in bytes. `temporary` files lose their names when they have been mapped.
     The text has `length` bytes; tokens from `begin` on are to test on, `test_bytes` of it. `digest`
-    tells the text and its parts apart from others.
+    tells the text and its parts apart from others. `told` says whether names have told the parts,
+    and `lacking` what is not in the tokens, "" for nothing.
     """
 
     tokenizer: Tokenizer
@@ -84,7 +85,9 @@ class Prepared:
     begin: int
     test_bytes: int
     digest: str
+    told: bool
     found: str
+    lacking: str
 
     def as_json(self) -> dict[str, Any]:
         """Return it for `prepared_from`."""
@@ -136,7 +139,7 @@ def split_files(data_dir: str, files: list[Path]) -> list[list[Path]]:
     by_word: dict[str, list[Path]] = {}
     for path in files:
         top, *inside = path.relative_to(data_dir).parts
-        words = {top} if inside else {*re.split("[^a-z]+", top.lower())}
+        words = {top.lower()} if inside else {*re.split("[^a-z]+", top.lower())}
         # A name that has several tells nothing.
         if len(named := words & {TRAIN, *TEST}) == 1:
             by_word.setdefault(named.pop(), []).append(path)
@@ -290,11 +293,14 @@ def prepare(
     # Wherever the tokenizer's file lies.
     by = replace(tokenizer, name="") if tokenizer.digest else tokenizer
     digest = sha256(repr((by, *seen)).encode()).hexdigest()
-    told = _told(data_dir, files, parts, length)
+    found, rest = _found(data_dir, files, parts, length), sorted({*files}.difference(*parts))
+    lacking = [f"not read: {listed(str(path.relative_to(data_dir)) for path in rest)}"] * bool(rest)
     if lost:
-        told += f"; the tokenizer loses characters: {listed(map(repr, sorted(lost)))}"
+        lacking += [f"the tokenizer loses characters: {listed(map(repr, sorted(lost)))}"]
     sizes = length, begin, test_bytes
-    return Prepared(tokenizer, shards, kind, temporary, *sizes, digest, told)
+    told = len(parts) > 1
+    more = digest, told, found, "; ".join(lacking)
+    return Prepared(tokenizer, shards, kind, temporary, *sizes, *more)
 
 
 def _bytes_from(
@@ -314,7 +320,7 @@ def _bytes_from(
     return length
 
 
-def _told(
+def _found(
     data_dir: str, files: Sequence[Path], parts: Sequence[Sequence[Path]], length: int
 ) -> str:
     if not files:
@@ -326,13 +332,10 @@ def _told(
         ends = dict.fromkeys(str(path.relative_to(data_dir)) for path in (part[0], part[-1]))
         return " to ".join(ends)
 
-    spans, others = span(parts[0]), ""
+    spans, count = span(parts[0]), sum(map(len, parts))
     if len(parts) > 1:
         spans = f"train on {spans}, test on {span(parts[1])}"
-        if rest := sorted({*files}.difference(*parts)):
-            others = f"; not read: {listed(str(path.relative_to(data_dir)) for path in rest)}"
-    count = sum(map(len, parts))
-    return f"text: {count:,} files in {data_dir}, {spans}, {length:,} bytes{others}"
+    return f"text: {count:,} files in {data_dir}, {spans}, {length:,} bytes"
 
 
 def forget(files: Iterable[str]) -> None:

@@ -207,7 +207,11 @@ def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Da
         seed=settings.seed,
         part=Part(0, 1, classes=Classes(inputs.classes, tuple(classes))),
     )
-    if (found := inputs_from(data.sizes())) != inputs:
+    try:
+        found = inputs_from(data.sizes())
+    except ValueError as error:
+        raise UserError(f"the data of {settings.data_dir}: {error}", UNREADABLE) from None
+    if found != inputs:
         raise UserError(
             f"the data have {found.text()}, those of the run had {inputs.text()}: give their "
             "folder by --data-dir",
@@ -217,7 +221,7 @@ def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Da
 
 
 def _load_test_text(settings: Settings, names: Sequence[str]) -> TextSet:
-    """Return the windows of the end of the text of a run, whose vocabulary has these names."""
+    """Return the windows to test on of the text of a run, whose vocabulary has these names."""
     known = known_tokenizer(tuple(names))
     text = read_text_data(settings.data_dir, settings.tokenizer, known)
     if list(text.tokenizer.names) != list(names):

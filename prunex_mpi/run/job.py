@@ -101,8 +101,8 @@ def run(
         with closing(dataset), held as (path, files):
             run_collectively(world, lambda: watchdog.share(path / "heartbeats", world.size))
             if isinstance(dataset, TextSet):
-                known = dataset.text.tokenizer
-                run_on_first(world, lambda: files.keep_tokenizer(known.name, known.digest))
+                used = dataset.text.tokenizer
+                run_on_first(world, lambda: files.keep_tokenizer(used.name, used.digest))
             if settings.resume:
                 if is_complete(world, files):
                     log.info("%s is complete: there is nothing left to do", path)

@@ -28,6 +28,7 @@ from prunex_mpi.base.files import (
     NODES,
     READY,
     no_links,
+    read_text,
     touch,
     write_durably,
 )
@@ -219,9 +220,10 @@ def asked_to_end() -> Iterator[Asked]:
 
 def keep_going(options: Options) -> int:
     """Start the job as often as it takes; return the exit code of the last one."""
-    run, failures, left_out_until = options.run, 0, 0.0
-    # Where a job has trained.
+    run, failures = options.run, 0
+    # Where a job has trained; and until when those are left out with which one has not.
     worked: Sequence[str] = ()
+    left_out: dict[str, float] = {}
     change: Change | None = None
     following: Following | None = None
     # No job outlives its launcher.
@@ -235,7 +237,8 @@ def keep_going(options: Options) -> int:
                 what = "taking over"
             else:
                 end_following(run, following)
-                sure = worked if time.monotonic() < left_out_until else options.hosts
+                now = time.monotonic()
+                sure = [name for name in options.hosts if left_out.get(name, now) <= now]
                 hosts = wait_for_hosts(options, asked, sure)
                 if asked.times or not hosts:
                     return PREEMPTED
@@ -246,7 +249,7 @@ def keep_going(options: Options) -> int:
                 what = "starting"
             say(f"{what} on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
             before = newest_checkpoint(run)
-            end = attend(job, options, hosts, asked, exits, change, size, left_out_until)
+            end = attend(job, options, hosts, asked, exits, change, size, left_out)
             code, following, size = end.code, end.following, end.size
             if end.trained:
                 change = None
@@ -269,7 +272,7 @@ def keep_going(options: Options) -> int:
                 worked = hosts
             elif new := [name for name in hosts if worked and name not in worked]:
                 say(f"the job did not train with {', '.join(new)}: left out for {LEFT_OUT_S:.0f} s")
-                left_out_until = time.monotonic() + LEFT_OUT_S
+                left_out |= dict.fromkeys(new, time.monotonic() + LEFT_OUT_S)
             lost, seconds = what_is_lost(run, end.at)
             if change is None:
                 change = Change(hosts, code, newest_checkpoint(run)[0], lost, seconds, end.at)
@@ -333,9 +336,11 @@ def end_following(run: Path, following: Following | None) -> None:
 
 
 def let_go(run: Path) -> None:
-    """Let the job that stands by go on with the run, unless it has begun to."""
-    if (run / NEXT).exists():
-        write_durably(run / NEXT, GO)
+    """Let the job that stands by go on with the run, unless it has been told so already."""
+    with suppress(FileNotFoundError):
+        # It takes the file away, which a second word would bring back.
+        if read_text(run / NEXT) != GO:
+            write_durably(run / NEXT, GO)
 
 
 def stay_in_touch(run: Path) -> None:
@@ -364,12 +369,12 @@ def attend(
     exits: ExitStack,
     change: Change | None,
     size: int,
-    alone_until: float,
+    left_out: Mapping[str, float],
 ) -> End:
     """Wait for the end of a job on `hosts` and return it; `exits` end what it starts beside it.
 
     Once the job has trained, by records of the run beyond `size`, the `change` before it is noted.
-    Others are not asked whether they answer before the time `alone_until`.
+    Those that are `left_out` are not asked whether they answer before their time.
     """
     run, told, regrows, trained, began = options.run, 0, False, False, time.time()
     following: Following | None = None
@@ -378,7 +383,7 @@ def attend(
     abort_s = ABORT_S + READING_S * sum(options.hosts[name] for name in hosts)
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
-    ended_at, probed_at = 0.0, max(time.monotonic(), alone_until)
+    ended_at, probed_at = 0.0, time.monotonic()
     lost_at, due, told_bytes = 0.0, 0.0, size_of(run / NODES)
     while True:
         time.sleep(LOOK_S)
@@ -426,7 +431,8 @@ def attend(
             if made_room(run):
                 let_go(run)
         elif missing and not back and not probes and now - probed_at > PROBE_EVERY_S:
-            probes, probed_at = start_probes(options.probe, missing), now
+            sure = [name for name in missing if left_out.get(name, now) <= now]
+            probes, probed_at = start_probes(options.probe, sure), now
         elif probes and probes_are_over(probes, probed_at):
             back, probes, probed_at = close_probes(probes), {}, now
         aborted = said_ended(run).exists()

@@ -77,7 +77,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
             text = read_text_for(place, network, data, heartbeat)
             # Of its own text the network has seen all but the test part; "" is not known.
             own = data["data_dir"] == network.data.get("data_dir")
-            whole = not own and network.digest not in ("", text.digest)
+            whole = not (own or text.told) and network.digest not in ("", text.digest)
             around = data["test_samples"], options.batch_size, heartbeat
             found = judge_text(place, network, text, *around, whole)
             words = describe_text(found, options)

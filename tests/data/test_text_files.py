@@ -80,6 +80,7 @@ def test_the_files_of_a_folder_come_in_the_order_of_their_paths(tmp_path):
         ("train-0.txt train-1.txt val.txt", "train-0.txt train-1.txt", "val.txt"),
         ("wiki.test.raw wiki.train.raw", "wiki.train.raw", "wiki.test.raw"),
         ("test/a train/b train/test.txt train0", "train/b train/test.txt train0", "test/a"),
+        ("Test/a Train/b", "Train/b", "Test/a"),
         ("training.txt test.txt", None, None),
         ("a/train.txt a/test.txt", None, None),
         ("train_test.txt train.txt", None, None),
@@ -108,7 +109,8 @@ def test_what_is_to_test_on_begins_with_its_files(tmp_path, tokenizer):
         texts["test.txt"],
     ]
     assert prepared.test_bytes == 5
-    assert "train on train.txt, test on test.txt, 14 bytes; not read: notes" in prepared.found
+    assert "train on train.txt, test on test.txt, 14 bytes" in prepared.found
+    assert prepared.told and prepared.lacking == "not read: notes"
     joined = prepare(str(written(tmp_path, texts["train.txt"] + texts["test.txt"])), tokenizer)
     assert joined.digest != prepared.digest
 
@@ -198,14 +200,13 @@ def test_a_tokenizer_that_loses_characters_is_told_of(tmp_path, scratch):
     made.decoder = tokenizers.decoders.Fuse()
     made.save(str(tmp_path / "tokenizer.json"))
     name, file = str(tmp_path / "tokenizer.json"), written(tmp_path, "abÄÖab")
-    found = read_text_data(str(file), name).found
-    assert found.endswith("the tokenizer loses characters: 'Ä', 'Ö'")
+    assert read_text_data(str(file), name).lacking == "the tokenizer loses characters: 'Ä', 'Ö'"
     file.write_text("ÄÖ")
     with pytest.raises(UserError, match="makes no tokens of the text") as caught:
         prepare(str(file), name)
     assert caught.value.exit_code == UNREADABLE and not list(scratch.iterdir())
     file.write_text("abab")
-    assert "loses characters" not in prepare(str(file), name).found
+    assert not prepare(str(file), name).lacking
 
 
 def test_every_python_has_text():

@@ -84,6 +84,9 @@ def test_of_another_text_all_is_tested_and_of_the_run_s_the_test_part(capfd):
             (folder / "moved").write_text(TEXT)
             (folder / "other").write_text(TEXT[:999])
             (folder / "short").write_text(TEXT[:8])
+            (folder / "parts").mkdir()
+            for name, part in (("train", TEXT), ("test", TEXT[:99])):
+                (folder / "parts" / f"{name}.txt").write_text(part)
         WORLD.Barrier()
 
         def found(network: str, *flags: str) -> dict[str, Any]:
@@ -104,6 +107,8 @@ def test_of_another_text_all_is_tested_and_of_the_run_s_the_test_part(capfd):
             assert told["text"] == f"{folder}/other, 999 bytes"
             assert told["bits_per_byte"] == pytest.approx(told["loss"] / math.log(2))
         assert found("run", other, "--test-samples=5")["tokens"] == 40
+        # Of a text whose names tell its parts, that to test on.
+        assert found("run", f"--data-dir={folder}/parts")["tokens"] == 98 // 8 * 8
         for flags, says in (
             ([f"--data-dir={folder}/short"], "has 8 tokens, .* takes at least 9: give more text"),
             ([other, "--test-samples=125"], "there are only 124 windows"),

@@ -7,7 +7,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import enumerated
 from prunex_mpi.base.record_keys import LABELS, LOSS
-from prunex_mpi.base.tables import Cell, Loss, Table
+from prunex_mpi.base.tables import Cell, LossCell, Table
 from prunex_mpi.base.units import MIB
 from prunex_mpi.settings.values import in_words
 from prunex_mpi.tools.drawing import (
@@ -232,7 +232,7 @@ def table_of(runs: Sequence[Run]) -> Table:
                 run.status,
                 str(run.setting("method", "")),
                 len(run.iterations),
-                _cell(Loss(reached) if run.measure is LOSS else reached),
+                _cell(LossCell(reached) if run.measure is LOSS else reached),
                 _cell(last(run, "density")),
                 float(sent / MIB),
                 float(100 * sent / dense) if dense else None,
