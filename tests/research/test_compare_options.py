@@ -147,6 +147,7 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
         ("plan_rates.toml", 6),
         ("plan_resnet18.toml", 5),
         ("plan_gpu.toml", 6),
+        ("plan_presets.toml", 3),
         ("pace_vgg19.toml", 6),
     ],
 )
