@@ -52,15 +52,9 @@ def reset_(modules: list[_BatchNorm], flat: Tensor) -> None:
         torch._foreach_add_(variances, 1)
 
 
-def _parts(modules: list[_BatchNorm], flat: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
-    """Yield each module with the views of its two statistics in `flat` [numel]."""
-    for m, part in zip(modules, flat.split([2 * m.num_features for m in modules]), strict=True):
-        yield m, *part.view(2, -1)
-
-
 def _lists(modules: list[_BatchNorm], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Return both statistics of all modules in `flat` [numel], which a GPU takes in few kernels."""
-    parts = [(mean, variance) for _, mean, variance in _parts(modules, flat)]
+    parts = [part.view(2, -1) for part in flat.split([2 * m.num_features for m in modules])]
     return [mean for mean, _ in parts], [variance for _, variance in parts]
 
 

@@ -86,11 +86,11 @@ def export(options: Options) -> None:
     # Write, load back, prove.
     lines = []
     with new_model_folder(options.run) as folder:
-        write_network(folder, tensors, plan)
+        written = write_network(folder, tensors, plan)
         if run.tokenizer is not None and run.tokenizer.digest:
             shutil.copyfile(run.tokenizer.name, folder / TOKENIZER)
         smaller = standalone.load(folder)
-        write_plan(folder, {**plan, "probe": probe(smaller, inputs)})
+        write_json_durably(folder / standalone.PLAN, {**written, "probe": probe(smaller, inputs)})
         proof = prove(run.model, smaller, batches_of(BATCH), inputs.counted)
         run.check_readable()
         # What became smaller in training may have nothing left to take out.
@@ -271,19 +271,17 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_network(folder: Path, tensors: dict[str, Tensor], plan: dict[str, Any]) -> None:
-    """Write weights, plan and the file that loads them; raise OSError."""
+def write_network(folder: Path, tensors: dict[str, Tensor], plan: dict[str, Any]) -> dict[str, Any]:
+    """Write weights, plan and the file that loads them; return the plan as it is written.
+
+    Raises OSError.
+    """
     save_tensors({key: tensor.cpu() for key, tensor in tensors.items()}, folder / standalone.MODEL)
-    write_plan(folder, plan)
-    (folder / LOADER).write_text(loader_source(), encoding="utf-8")
-
-
-def write_plan(folder: Path, plan: dict[str, Any]) -> None:
-    """Write the plan of the weights that are in `folder` already; raise OSError."""
     crc32 = standalone.checksum(folder / standalone.MODEL)
-    write_json_durably(
-        folder / standalone.PLAN, {"format": standalone.FORMAT, "crc32": crc32, **plan}
-    )
+    written = {"format": standalone.FORMAT, "crc32": crc32, **plan}
+    write_json_durably(folder / standalone.PLAN, written)
+    (folder / LOADER).write_text(loader_source(), encoding="utf-8")
+    return written
 
 
 def loader_source() -> str:

@@ -1,5 +1,7 @@
 """Sums in fewer bits over the leaders, against the same in NumPy and by hand."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -47,6 +49,14 @@ def contribution(leader: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     values.view(-1, BLOCK).mul_(10.0 ** (torch.arange(numel // BLOCK) % 7 - 3).unsqueeze(1))
     values[BLOCK : 2 * BLOCK] = 0
     return values.to(dtype)
+
+
+@contextmanager
+def several_nodes() -> Iterator[Topology]:
+    with nodes_of(1) as topology:
+        if topology.num_nodes == 1:
+            pytest.skip("a node alone sends nothing")
+        yield topology
 
 
 def sum_up(
@@ -107,9 +117,7 @@ def check_sum(topology: Topology, payload: str, blocks: int, dtype: torch.dtype)
 @pytest.mark.parametrize("payload", CODES)
 def test_buckets_decide_only_who_adds_up(payload):
     """The sum of int8sum is the same bits in any buckets, that of others as near."""
-    with nodes_of(1) as topology:
-        if topology.num_nodes == 1:
-            pytest.skip("a node alone sends nothing")
+    with several_nodes() as topology:
         small, _ = sum_up(topology, payload, 29, torch.float32, 512)
         large, _ = sum_up(topology, payload, 29, torch.float32, 2**20)
         if payload == "int8sum":
@@ -124,9 +132,7 @@ def test_buckets_decide_only_who_adds_up(payload):
 @pytest.mark.parametrize("payload", CODES)
 def test_buckets_coded_together_are_the_same_bits(payload):
     """As on a GPU, where the codes of all whole buckets are made at once."""
-    with nodes_of(1) as topology:
-        if topology.num_nodes == 1:
-            pytest.skip("a node alone sends nothing")
+    with several_nodes() as topology:
         transport, longest = Transport(BUCKET_BYTES), contribution(0, 61 * BLOCK, torch.float32)
         room = allocate_coded(payload, longest, topology.num_nodes, transport)
         received = room.records.new_empty(room.records.shape)
@@ -145,9 +151,7 @@ def test_buckets_coded_together_are_the_same_bits(payload):
 @pytest.mark.mpi
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_gpu_is_waited_for_as_often_for_a_long_message(payload):
-    with nodes_of(1) as topology:
-        if topology.num_nodes == 1:
-            pytest.skip("a node alone sends nothing")
+    with several_nodes() as topology:
         found = []
         for blocks in (40, 400):
             with pretended_gpu() as waits:
