@@ -6,7 +6,7 @@ whole and channels gathered, tile by tile, in one pass over memory.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from prunex_mpi.models.layout import Layout, tile_length
 from prunex_mpi.pruning.groups import Groups, PrunableLayer
-from prunex_mpi.pruning.masks import LayerMask, layer_masks, set_rows_
+from prunex_mpi.pruning.masks import LayerMask, layer_masks, put_together, set_rows_
+
+# A shape [rows, channels, kernel] of a layer, and which rows and channels of it are kept, bool.
+View = tuple[tuple[int, int, int], np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -64,24 +67,22 @@ class Plan:
 
 def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.device) -> Plan:
     """Return the plan of `mask`, with its index tensors on `device`."""
-    by_segment = {
-        layer.segment: (layer, kept)
-        for layer, kept in zip(groups.layers, layer_masks(mask, groups), strict=True)
+    views = {
+        layer.segment: _view_of_kept(layer, found)
+        for layer, found in zip(groups.layers, layer_masks(mask, groups), strict=True)
+        if not all(bits is None or bits.all() for bits in found)
     }
+    known = _find_kept(views.values(), device)
     pieces: list[Piece] = []
-    # Coupled layers share rows and channels.
-    known: dict[tuple[bytes, int], Kept | None] = {}
     start = 0
     for number, segment in enumerate(layout.segments):
         piece = _whole(segment.offset, start, segment.numel)
-        if number in by_segment:
-            layer, found = by_segment[number]
-            if not all(bits is None or bits.all() for bits in found):
-                shape, rows, channels = _view_of_kept(layer, found)
-                # No number of NumPy's, which JSON does not know.
-                size = int(np.count_nonzero(rows) * np.count_nonzero(channels) * shape[2])
-                kept = (_find_kept(bits, shape[2], device, known) for bits in (rows, channels))
-                piece = Piece(segment.offset, segment.numel, start, size, shape, *kept)
+        if number in views:
+            shape, rows, channels = views[number]
+            # No number of NumPy's, which JSON does not know.
+            size = int(np.count_nonzero(rows) * np.count_nonzero(channels) * shape[2])
+            kept = (known.get((bits.tobytes(), shape[2])) for bits in (rows, channels))
+            piece = Piece(segment.offset, segment.numel, start, size, shape, *kept)
         last = pieces[-1] if pieces else None
         if piece.shape is None and last is not None and last.shape is None:
             # Neighbours that keep everything are copied at once.
@@ -143,10 +144,8 @@ def _end_near(plan: Plan, wanted: float, unit: int) -> int:
     return plan.numel
 
 
-def _view_of_kept(
-    layer: PrunableLayer, found: LayerMask
-) -> tuple[tuple[int, int, int], np.ndarray, np.ndarray]:
-    """Return a shape [rows, channels, kernel] with the rows and the channels of it that are kept.
+def _view_of_kept(layer: PrunableLayer, found: LayerMask) -> View:
+    """Return the view of a layer by whose rows and channels its mask can be told.
 
     Layers of a single column are a single row of channels, as are those of kernels and patterns.
     """
@@ -170,19 +169,25 @@ def _view_of_kept(
     return (layer.rows, layer.columns, 1), rows, columns[0]
 
 
-def _find_kept(
-    bits: np.ndarray, kernel: int, device: torch.device, known: dict[tuple[bytes, int], Kept | None]
-) -> Kept | None:
-    """Return the indices of `bits`, cached in `known`; None where all are kept."""
-    key = bits.tobytes(), kernel
-    if key not in known and bits.all():
-        known[key] = None
-    if key not in known:
+def _find_kept(views: Iterable[View], device: torch.device) -> dict[tuple[bytes, int], Kept]:
+    """Return the indices of the rows and channels of `views`, by bits and kernel.
+
+    Without those that keep all. Coupled layers share theirs.
+    """
+    masked = {
+        (bits.tobytes(), kernel): bits
+        for (_, _, kernel), *both in views
+        for bits in both
+        if not bits.all()
+    }
+    indices, factors = [], []
+    for (_, kernel), bits in masked.items():
         place = np.maximum(np.cumsum(bits) - 1, 0)
-        factor = np.repeat(bits, kernel).astype(np.float32)
-        arrays = (np.flatnonzero(bits), np.flatnonzero(~bits), place, factor)
-        known[key] = Kept(*(torch.from_numpy(array).to(device) for array in arrays))
-    return known[key]
+        indices += [np.flatnonzero(bits), np.flatnonzero(~bits), place]
+        factors.append(np.repeat(bits, kernel).astype(np.float32))
+    flat = put_together(indices, device)
+    found = zip(flat[::3], flat[1::3], flat[2::3], put_together(factors, device), strict=True)
+    return {key: Kept(*tensors) for key, tensors in zip(masked, found, strict=True)}
 
 
 def pack_(

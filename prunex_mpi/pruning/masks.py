@@ -4,7 +4,7 @@ Masks are bool arrays on the host, one entry per group: they are small, decision
 and they are sent as packed bits. Tensors are multiplied by 0/1 factors on their own device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -94,35 +94,40 @@ def build_factors(
     mask: np.ndarray, groups: Groups, device: torch.device, dtype: torch.dtype
 ) -> Factors:
     """Turn a mask into 0/1 tensors on `device`; layers that keep everything get none."""
-    entries = []
+    entries, layers = [], layer_masks(mask, groups)
     # Coupled layers share rows and columns.
-    known: dict[bytes, tuple[Tensor, Tensor] | None] = {}
+    masked = {bits.tobytes(): bits.reshape(-1) for layer in layers for bits in layer[:2]}
+    masked = {key: bits for key, bits in masked.items() if not bits.all()}
+    factors = put_together(list(masked.values()), device, dtype)
+    gone = put_together([np.flatnonzero(~bits) for bits in masked.values()], device)
+    known = dict(zip(masked, zip(factors, gone, strict=True), strict=True))
 
-    def find(bits: np.ndarray) -> tuple[Tensor, Tensor] | None:
-        key = bits.tobytes()
-        if key not in known:
-            known[key] = None
-            if not bits.all():
-                flat = torch.from_numpy(bits.reshape(-1))
-                gone = torch.from_numpy(np.flatnonzero(~bits))
-                known[key] = flat.to(device=device, dtype=dtype), gone.to(device)
-        return known[key]
-
-    for number, (rows, columns, weights) in enumerate(layer_masks(mask, groups)):
+    for number, (rows, columns, weights) in enumerate(layers):
         if weights is not None:
             if not weights.all():
                 kept = torch.from_numpy(weights).to(device=device, dtype=dtype)
                 entries.append(LayerFactors(number, weights=kept))
             continue
-        blocks, by_row, by_column = len(columns), find(rows), find(columns)
+        blocks = len(columns)
+        by_row, by_column = known.get(rows.tobytes()), known.get(columns.tobytes())
         if by_row is None and by_column is None:
             continue
-        factors = (
+        views = (
             by_row and by_row[0].view(blocks, -1, 1),
             by_column and by_column[0].view(blocks, 1, -1),
         )
-        entries.append(LayerFactors(number, *factors, by_row and by_row[1]))
+        entries.append(LayerFactors(number, *views, by_row and by_row[1]))
     return tuple(entries)
+
+
+def put_together(
+    arrays: Sequence[np.ndarray], device: torch.device, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return 1-D arrays of one dtype on `device`, by one copy: many small ones take a GPU long."""
+    if not arrays:
+        return []
+    whole = torch.from_numpy(np.concatenate(arrays)).to(device=device, dtype=dtype)
+    return list(whole.split([array.size for array in arrays]))
 
 
 def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> None:

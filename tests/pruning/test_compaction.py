@@ -83,6 +83,23 @@ def test_masking_again_and_again_is_applying_the_factors(kinds):
         assert torch.equal(back, expected)
 
 
+@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
+def test_a_mask_goes_to_a_gpu_in_few_copies(kinds):
+    """However many layers there are: factors and their rows, then indices and theirs."""
+    layout, groups = prepare(kinds)
+    for mask in masks(groups, seed=len(kinds)):
+        with pretended_gpu() as copies:
+            build_factors(mask, groups, GPU, torch.float32)
+            plan = build_plan(layout, groups, mask, GPU)
+            flat = torch.randn(layout.numel).to(GPU)
+            pack_(flat, plan, payload := torch.empty(plan.numel, device=GPU))
+            found = payload.cpu()
+        # Two more are of the vectors.
+        assert set(copies) == {"to"} and 2 <= copies["to"] <= 6
+        pack_(flat, build_plan(layout, groups, mask, CPU), expected := torch.empty(plan.numel))
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("length", [5, 2**16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
