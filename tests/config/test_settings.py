@@ -73,7 +73,7 @@ def test_recipe_is_the_default_and_shares_become_iterations():
         settings.keep_ramp_iterations,
         settings.freeze_iteration,
     )
-    assert resolved == (4, 20, 28)
+    assert resolved == (16, 20, 40)
     assert all(type(value) is int for value in resolved)
 
 
@@ -91,7 +91,7 @@ def test_rates_of_a_preset_go_with_the_optimizer_that_it_names():
         settings = make("text", **given)
         return settings.optimizer, settings.lr, settings.weight_decay
 
-    assert rates() == rates(dataset="digits") == rates(method="local-sgd") == ("adamw", 4e-3, 0.1)
+    assert rates() == rates(dataset="digits") == rates(method="local-sgd") == ("adamw", 8e-3, 0.1)
     assert rates(optimizer="muon") == ("muon", 1e-3, 0.05)
     assert rates(optimizer="sgd") == ("sgd", 0.05, 5e-4)
     assert rates(lr=0.01) == ("adamw", 0.01, 0.1)
@@ -345,7 +345,7 @@ def test_a_resumed_run_keeps_what_was_measured_and_refuses_all_else():
 
 
 def test_a_resumed_run_may_be_given_what_was_asked_for_and_measured_otherwise(tmp_path):
-    flags = ["--preset", "thin", "--local-epochs", "1/2", "--freeze-iteration", "7/16"]
+    flags = ["--preset", "thin", "--local-epochs", "1/2", "--freeze-iteration", "11/16"]
     flags += ["--evaluate-every", "8", "--outer-iterations", "64"]
     asked = parse(flags)
     assert (asked.local_steps, asked.local_epochs) == (AUTO, Fraction(1, 2))
@@ -464,9 +464,9 @@ def test_other_methods_shares_leave_a_run_free_to_change_its_length(tmp_path, me
     assert parse(flags) == make(
         method=method,
         outer_iterations=50,
-        warmup_iterations=4,
+        warmup_iterations=16,
         keep_ramp_iterations=20,
-        freeze_iteration=28,
+        freeze_iteration=40,
     )
 
 
@@ -635,7 +635,7 @@ BAD_FLAGS = [
     ("--warmup-iterations 1.5", "--warmup-iterations"),
     ("--warmup-iterations -1", "--warmup-iterations"),
     ("--freeze-iteration 16/16", "or a share below 1, not '16/16'"),
-    ("--warmup-iterations 40", "reach the keep ratio in iteration 60, beyond freeze-iteration 28"),
+    ("--warmup-iterations 40", "reach the keep ratio in iteration 60, beyond freeze-iteration 40"),
     ("--warmup-iterations 60 --freeze-iteration 0", "beyond outer-iterations 64"),
     ("--warmup-iterations 5 --keep-ramp-iterations 0 --freeze-iteration 5", "in iteration 6"),
     ("--freeze-iteration 65", "freeze-iteration 65 is after the last of 64"),

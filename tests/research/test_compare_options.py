@@ -1,5 +1,6 @@
 """The flags of a comparison, its plans, and the settings of its rows."""
 
+import json
 from fractions import Fraction
 from pathlib import Path
 
@@ -147,6 +148,8 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
         ("plan_rates.toml", 6),
         ("plan_resnet18.toml", 5),
         ("plan_gpu.toml", 6),
+        ("plan_gpu_24.toml", 5),
+        ("plan_resnet20.toml", 8),
         ("plan_presets.toml", 3),
         ("pace_vgg19.toml", 6),
     ],
@@ -160,6 +163,19 @@ def test_the_plans_that_are_shipped_can_be_run(plan, rows):
         text = settings.dataset == "text"
         with torch.device("meta"):
             make_model(settings, Tokens(65, settings.context) if text else Images(32, 10))
+
+
+def test_results_tell_which_plan_they_are_of():
+    """By its hash, or one that the plan names, where a preset's values were written out since."""
+    root = Path(__file__).resolve().parents[2]
+    known = ""
+    for path in sorted((root / "batch").glob("plan_*.toml")):
+        known += f"{parse(['--plan', str(path), '--data-dir', 'x']).plan} {path.read_text()}"
+    results = sorted((root / "prunex_mpi/methods/results").glob("*.json"))
+    assert results
+    for path in results:
+        plan = json.loads(path.read_text())["comparison"].get("plan")
+        assert plan in known if plan else path.name.startswith(("vgg19_", "cifar10_")), path.name
 
 
 def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):

@@ -64,9 +64,9 @@ def test_a_run_keeps_its_length_and_its_shares(method):
         assert 0 < chosen.frozen_local_steps < chosen.local_steps
     if method == "prunex":
         frozen_at = chosen.freeze_iteration * chosen.local_steps
-        assert frozen_at == pytest.approx(7 / 16 * whole, abs=chosen.local_steps)
+        assert frozen_at == pytest.approx(10 / 16 * whole, abs=chosen.local_steps)
         dense_until = chosen.warmup_iterations * chosen.local_steps
-        assert dense_until == pytest.approx(1 / 16 * whole, abs=chosen.local_steps)
+        assert dense_until == pytest.approx(4 / 16 * whole, abs=chosen.local_steps)
 
 
 def test_the_warm_up_of_the_outer_step_keeps_its_share():
