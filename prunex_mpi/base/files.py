@@ -60,27 +60,13 @@ class FileRecord:
         return FileRecord(self.size + len(data), zlib.crc32(data, self.crc32))
 
 
-def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading; raise OSError, also for what is none.
-
-    Opening a FIFO would wait for a writer, reading a device may never end.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(kind, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
 def read_record(
     path: Path, size: int | None = None, going: Callable[[], None] = lambda: None
 ) -> FileRecord:
     """Return the record of a file, or of its first `size` bytes; raise OSError."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     crc32, done = 0, 0
-    with open(path, "rb", buffering=0, opener=plain_only) as file:
+    with open(path, "rb", buffering=0, opener=regular_only) as file:
         while size is None or done < size:
             count = file.readinto(buffer if size is None else buffer[: size - done])
             if not count:
@@ -129,8 +115,11 @@ def no_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def plain_only(path: str, flags: int) -> int:
-    """Open a file for `open(..., opener=plain_only)`; raise OSError for a pipe or a device."""
+def regular_only(path: str, flags: int) -> int:
+    """Open a file for `open(..., opener=regular_only)`; raise OSError for what is none.
+
+    Opening a FIFO would wait for a writer, reading a device may never end.
+    """
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -138,12 +127,17 @@ def plain_only(path: str, flags: int) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    raise OSError(errno.EINVAL, "not a plain file", path)
+    raise OSError(errno.EINVAL, "not a regular file", path)
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading; raise OSError, also for what is none."""
+    return open(path, "rb", opener=regular_only)
 
 
 def read_text(path: Path) -> str:
     """Return the text of a plain file; raise OSError, UnicodeDecodeError."""
-    with open(path, encoding="utf-8", opener=plain_only) as file:
+    with open(path, encoding="utf-8", opener=regular_only) as file:
         return file.read()
 
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -305,19 +304,6 @@ def allreduce_then_bcast_(
         MPI.Request.Waitall(behind)
         spent += time.perf_counter() - started
     return spent
-
-
-def hierarchical_sum_(leader: MPI.Comm, node: MPI.Comm, values: np.ndarray) -> None:
-    """Add a small host array over all ranks: node Reduce, leader Allreduce, node Bcast.
-
-    Collective on `node` and, on its leaders, on `leader`.
-    """
-    total = np.empty_like(values)
-    node.Reduce(values, total, op=MPI.SUM, root=0)
-    if leader != MPI.COMM_NULL:
-        leader.Allreduce(MPI.IN_PLACE, total, op=MPI.SUM)
-    node.Bcast(total, root=0)
-    values[...] = total
 
 
 def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transport) -> None:

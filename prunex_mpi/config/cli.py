@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
-from prunex_mpi.base.files import TOKENIZER, open_regular, plain_only, tomllib
+from prunex_mpi.base.files import TOKENIZER, open_regular, regular_only, tomllib
 from prunex_mpi.config.parser import Parser, last_value, program_parser
 from prunex_mpi.config.resolve import (
     BY_NAME,
@@ -140,7 +140,7 @@ def read_saved(run_dir: str) -> tuple[dict[str, Any], dict[str, Any]]:
     path = str(Path(run_dir) / "config.toml")
     where = quote(path, 250)
     try:
-        table = _load_toml(path, where, plain_only)
+        table = _load_toml(path, where, regular_only)
         saved = from_table(table, where)
         check_saved(saved, where)
         return saved, from_table(table.get("asked", {}), where)

@@ -101,7 +101,9 @@ OF_A_RUN = ("versions", "asked")
 def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Convert a TOML table to values by flat name; a method's own stand in a table of its name.
 
-    Raises UserError for an unknown key, a bad value, and the file of a run of another format.
+    In the file of a run what means nothing to its method is what it is now: a default may have been
+    another when the run began. Raises UserError for an unknown key, a bad value, and the file of a
+    run of another format.
     """
     if is_of_a_run(table) and str(table["versions"].get("format")) != str(FORMAT):
         raise UserError(
@@ -120,6 +122,10 @@ def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
             guess = meant(key, [*names, *BY_NAME], "; train --help all names them")
             raise UserError(f"unknown key {quote(key)} in {source}{guess}")
         values[names[key]] = convert(FIELDS[names[key]], value, f"{key} in {source}")
+    if is_of_a_run(table):
+        method = BY_NAME[values["method"]]
+        now = defaults(values["preset"], method)
+        values = {n: v if concerns(n, method) else now.get(n, v) for n, v in values.items()}
     return values
 
 

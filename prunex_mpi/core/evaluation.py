@@ -13,8 +13,14 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, Diverged, UserError
-from prunex_mpi.comm.agreement import DIGEST_BYTES, VERDICT_BYTES, digests_agree, raise_together
-from prunex_mpi.comm.collectives import hierarchical_sum_
+from prunex_mpi.comm.agreement import (
+    DIGEST_BYTES,
+    VERDICT_BYTES,
+    alike_bytes,
+    digests_agree,
+    raise_together,
+    sum_alike_,
+)
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import reduce_between_nodes_
 from prunex_mpi.core.metrics import density
@@ -282,10 +288,12 @@ def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, floa
             found[1] += problem.task.right(outputs, labels)
             count += labels.numel()
     sums = np.array([*found.tolist(), count])
-    counted = {"evaluate": sums.nbytes}
-    with state.position.clock.agreeing(state.theta.device, "sum over all ranks", counted):
-        hierarchical_sum_(topology.leader, topology.node, sums)
-    state.position.traffic.evaluate += sums.nbytes
+    counted = alike_bytes(sums.size)
+    with state.position.clock.agreeing(
+        state.theta.device, "sum over all ranks", {"evaluate": counted}
+    ):
+        sum_alike_(topology.world, sums)
+    state.position.traffic.evaluate += counted
     check_readable(topology.world, context)
     if not np.isfinite(sums[0]):
         # Every rank holds the same sums, so every rank raises.

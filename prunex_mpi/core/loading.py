@@ -22,8 +22,8 @@ from prunex_mpi.comm.agreement import (
     require_same,
     run_collectively,
     run_collectively_while,
+    sum_alike_,
 )
-from prunex_mpi.comm.collectives import hierarchical_sum_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
@@ -259,5 +259,5 @@ def measure_colours(
         return moments
 
     moments = run_collectively_while(topology.world, measure, heartbeat.go_on).numpy()
-    hierarchical_sum_(topology.leader, topology.node, moments)
+    sum_alike_(topology.world, moments)
     return normalisation(torch.from_numpy(moments))

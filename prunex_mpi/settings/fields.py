@@ -297,7 +297,7 @@ class Settings:
         of="consensus nodes",
     )
     warmup_iterations: int = _setting(
-        "dense outer iterations at the start, a count or a fraction such as 7/16",
+        "dense outer iterations at the start, a count or a fraction such as 1/8",
         share=True,
         of="consensus",
     )

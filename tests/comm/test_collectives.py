@@ -28,7 +28,6 @@ from prunex_mpi.comm.collectives import (
     buckets,
     build_transport,
     deal_,
-    hierarchical_sum_,
     mpi_buffer,
     reduce_,
     staged,
@@ -287,19 +286,6 @@ def test_pieces_between_nodes_grow_with_them():
     assert between_nodes(pieces, 2).bucket_bytes == 2 * 60 * 1024
     assert between_nodes(pieces, 64).bucket_bytes == 2**20
     assert between_nodes(pieces, 2).staging is pieces.staging
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4])
-def test_hierarchical_sum_is_that_of_all_ranks_with_the_same_bits(ranks_per_node):
-    every = np.random.default_rng(0).standard_normal((WORLD.size, 2, 50))
-    values = every[WORLD.rank].copy()
-    with nodes_of(ranks_per_node) as topology:
-        hierarchical_sum_(topology.leader, topology.node, values)
-        np.testing.assert_allclose(values, every.sum(axis=0), rtol=1e-12, atol=1e-13)
-        in_node = np.empty((topology.node_size, 2, 50))
-        topology.node.Allgather(values, in_node)
-        assert np.array_equal(in_node, np.broadcast_to(values, in_node.shape))
 
 
 @pytest.mark.mpi

@@ -566,7 +566,7 @@ RUNS = [
     refused("config other lr", config("lr = ", "lr = 1"), *ANOTHER),
     refused("config other versions", config("[versions]", "[versions]\nx = '1'"), *ANOTHER),
     Case("unknown model", config(SMALL_NET, "m:x"), USAGE, ("'m'",), "--model m:x"),
-    refused("config a pipe", lambda p: pipe(p / CONFIG), CONFIG, "not a plain file"),
+    refused("config a pipe", lambda p: pipe(p / CONFIG), CONFIG, "not a regular file"),
     refused(
         "misfit", config("freeze-iteration = 3", "freeze-iteration = 9"), "iteration 9", CONFIG
     ),

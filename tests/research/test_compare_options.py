@@ -1,6 +1,7 @@
 """The flags of a comparison, its plans, and the settings of its rows."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from refused import assert_refused
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import BY_NAME as METHODS
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.models.inputs import Images, Tokens
 from prunex_mpi.research.compare.compare_options import parse
-from prunex_mpi.research.compare.plan import Row, named, read_plan, settings_of
+from prunex_mpi.research.compare.plan import Row, digest_of, named, read_plan, settings_of
 from prunex_mpi.settings.values import AUTO
 
 PLAN = """
@@ -176,6 +178,13 @@ def test_results_tell_which_plan_they_are_of():
     for path in results:
         plan = json.loads(path.read_text())["comparison"].get("plan")
         assert plan in known if plan else path.name.startswith(("vgg19_", "cifar10_")), path.name
+
+
+def test_defaults_of_other_methods_make_no_other_row():
+    for name, alike in (("local-sgd", True), ("prunex", False)):
+        settings = make(method=name)
+        later = replace(settings, warmup_iterations=0, freeze_iteration=60)
+        assert (digest_of(later) == digest_of(settings)) is alike
 
 
 def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):

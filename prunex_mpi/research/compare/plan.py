@@ -319,12 +319,14 @@ def check_method_name(method: str) -> None:
 def digest_of(settings: Settings) -> str:
     """Return what tells rows of other settings apart, whatever their seed and learning rate are.
 
-    Of what differs from the defaults alone, so that a setting which is added changes nothing.
+    Of what means something to the method and differs from the defaults, so that a setting which is
+    added, or another default of other methods, changes nothing.
     """
     told = {
         name: str(value)
         for name, value in flat_values(settings).items()
         if name not in (*OF_THE_JOB, *ESTIMATED, "preset", "seed", "lr")
+        and concerns(name, settings.method)
         and value != FIELDS[name].default
     }
     return hashlib.sha256(repr(sorted(told.items())).encode()).hexdigest()[:DIGITS]

@@ -22,7 +22,7 @@ from prunex_mpi.base.files import (
     METRICS,
     NODES,
     RANKS,
-    plain_only,
+    open_regular,
     read_text,
     tomllib,
 )
@@ -266,7 +266,7 @@ def last_sign(path: Path) -> float:
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     """Yield number, bytes and whether it is whole of each line; raise UserError."""
     try:
-        with open(path, "rb", opener=plain_only) as file:
+        with open_regular(path) as file:
             for number, line in enumerate(file, 1):
                 yield number, line, line.endswith(b"\n")
     except OSError as error:
