@@ -18,7 +18,7 @@ from torch import Tensor
 from prunex_mpi.comm.wire import COUNT_BYTES, Wire
 from prunex_mpi.compress import sparse
 from prunex_mpi.core.schedule import steps_taken
-from prunex_mpi.core.state import OWN, SHARED, RunContext, State
+from prunex_mpi.core.state import OWN, SUM_OF, RunContext, State
 from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -32,7 +32,7 @@ OPERATIONS = (
 LEVELS = (0.01, 0.03, 0.1)
 # How good an estimate must be, as a share of the gradient's last change (squares).
 ZETA = 0.4
-ESTIMATE, LAST, SUM = f"{OWN}estimate", f"{OWN}last_gradient", f"{SHARED}sum_of_estimates"
+ESTIMATE, LAST, SUM = f"{OWN}estimate", f"{OWN}last_gradient", f"{SUM_OF}estimate"
 
 
 def counts_of(numel: int) -> list[int]:

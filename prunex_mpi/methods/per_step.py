@@ -63,7 +63,11 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
                 if is_due(context, this) and not settings.method.drifts:
                     see_alike_(wires.everyone, state)
                 loss = mean_loss(topology.world, state, loss)
-                distance = average_replicas_(wires, context) if settings.method.drifts else None
+            distance = None
+            if settings.method.drifts:
+                # No part of training: who evaluates or delivers needs it.
+                with phase(context, this, "evaluate"):
+                    distance = average_replicas_(wires, context)
             if settings.method.removes:
                 with phase(context, this, "project"):
                     if code.reshape_(wires, space, context, done=this.k):

@@ -40,7 +40,8 @@ OPERATIONS = (
 )
 RESIDUAL = f"{OWN}residual"
 # With teams: h, by how much it changes next, and whether that has been right once. Zeros are how
-# it begins; other nodes go on from the means, which `adapted` makes whole again.
+# it begins; other nodes go on from the means, lower where followers have zeros: `adapted` finds it
+# again.
 ADAPTED = f"{EACH}elements_between_teams"
 # The position of a place that is none, of what fills up a message.
 NOWHERE = torch.iinfo(torch.int32).max

@@ -36,6 +36,7 @@ from prunex_mpi.core.state import (
     EACH,
     OWN,
     REST,
+    SUM_OF,
     Position,
     Problem,
     RunContext,
@@ -65,7 +66,7 @@ Parts = Callable[[Callable[[], None]], Iterator[tuple[Tensors, Numbers]]]
 
 
 def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensors, Numbers]:
-    """Return copies on the CPU of all that this rank has to write."""
+    """Return all that this rank has to write, on the CPU; copies of what is the model's own."""
     stream = problem.train
     tensors = {"theta": state.theta, "order": stream.order}
     tensors |= buffers_of(problem)
@@ -370,13 +371,18 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
     _put_fixed(topology, first[0], problem, transport)
     state.u.zero_()
     state.v.zero_()
+    sums = {}
     for key in own:
         allreduce_(world, state.memory[key].view(-1), transport)
+        if given[0] < ranks:
+            sums[key.replace(OWN, SUM_OF)] = state.memory[key].clone()
         state.memory[key].mul_(worker_weight(topology, every_rank_sends(settings)))
     if world.rank == 0:
         for key in _shared_keys(state):
             state.memory[key].copy_(first[0][key])
     _bcast_shared_memory(topology, state, transport)
+    for key in sums.keys() & state.memory.keys():
+        state.memory[key].copy_(sums[key])
     place = common["position"]
     if place["under_way"]:
         # The last that the old nodes have agreed on.

@@ -55,7 +55,7 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.snapshot import contents, misfit
+from prunex_mpi.run.snapshot import contents, misfit, put_common
 from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
 from prunex_mpi.settings.fields import Settings
 
@@ -749,6 +749,31 @@ def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method, aggregation)
             np.testing.assert_allclose(after, weight * before, rtol=1e-12, atol=1e-14)
             assert before.any()
             assert [r["iteration"] for r in second.iterate()] == [4, 5, 6]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_the_lost_had_estimated_is_lost_with_them(lost):
+    """What AdaCGD's workers take for the sum of their estimates is that of those who are left."""
+    with nodes_of(1) as topology:
+        run = new_run(topology, "adacgd", torch.float64, method="adacgd")
+        list(run.iterate(StopsAt(10)))
+        tensors, numbers = contents(topology, run.state, run.problem)
+        mine = {key: tensor.clone() for key, tensor in tensors.items()}, numbers
+        memory = run.state.memory
+        summed, estimate = memory["shared.sum_of_estimate"].clone(), memory["own.estimate"].numpy()
+        stays = not lost or WORLD.rank < WORLD.size - 1
+        left = np.empty_like(estimate)
+        WORLD.Allreduce(estimate * stays, left)
+        assert np.allclose(summed.numpy(), left, rtol=0, atol=1e-12) is not lost
+        put_common(topology, lambda going: iter([mine] * stays), WORLD.size, run.context)
+        if lost:
+            np.testing.assert_allclose(memory["shared.sum_of_estimate"], left, rtol=0, atol=1e-14)
+        else:
+            assert torch.equal(memory["shared.sum_of_estimate"], summed)
+        total = np.empty_like(left)
+        WORLD.Allreduce(memory["own.estimate"].numpy(), total)
+        np.testing.assert_allclose(total, left, rtol=0, atol=1e-12)
 
 
 @pytest.mark.mpi(min_size=2)
