@@ -276,9 +276,9 @@ def write_network(folder: Path, tensors: dict[str, Tensor], plan: dict[str, Any]
 
     Raises OSError.
     """
-    save_tensors({key: tensor.cpu() for key, tensor in tensors.items()}, folder / standalone.MODEL)
-    crc32 = standalone.checksum(folder / standalone.MODEL)
-    written = {"format": standalone.FORMAT, "crc32": crc32, **plan}
+    there = {key: tensor.cpu() for key, tensor in tensors.items()}
+    record = save_tensors(there, folder / standalone.MODEL)
+    written = {"format": standalone.FORMAT, "crc32": record.crc32, **plan}
     write_json_durably(folder / standalone.PLAN, written)
     (folder / LOADER).write_text(loader_source(), encoding="utf-8")
     return written

@@ -179,8 +179,8 @@ def parse(argv: Sequence[str]) -> Options:
         )
     if rows:
         # What the plan gives may be for a row that is not wanted now.
-        check_used([x for x in planned if x not in given], options.common, every)
-        check_used(given, options.common, rows)
+        check_used([x for x in planned if x not in given], every)
+        check_used(given, rows)
         _check_rows(options)
     return options
 

@@ -252,7 +252,7 @@ def settings_of(
     It has a share `length` of the row's outer iterations, and so has what counts in them or in
     epochs; what is a share of these stays one.
     """
-    values = {name: value for name, value in common.items() if meant_for(name, row, common)}
+    values = {name: value for name, value in common.items() if meant_for(name, row)}
     values |= {**row.own, **(point or {}), "method": row.method, "seed": seed}
     preset = values.pop("preset", FIELDS["preset"].default)
     if BY_NAME[row.method].consensus:
@@ -288,7 +288,7 @@ def name_seed(settings: Settings) -> Settings:
     )
 
 
-def meant_for(name: str, row: Row, common: Mapping[str, Any]) -> bool:
+def meant_for(name: str, row: Row) -> bool:
     """Return whether a common setting means something to a row."""
     method = BY_NAME[row.method]
     if method.flat and name == "ranks_per_node":
@@ -297,11 +297,11 @@ def meant_for(name: str, row: Row, common: Mapping[str, Any]) -> bool:
     return concerns(name, method)
 
 
-def check_used(names: Iterable[str], common: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Raise UserError for one of `names`, settings in `common`, that means nothing to any row."""
+def check_used(names: Iterable[str], rows: Sequence[Row]) -> None:
+    """Raise UserError for one of `names`, common settings, that means nothing to any row."""
     methods = list(dict.fromkeys(row.method for row in rows))
     for name in names:
-        if not any(meant_for(name, row, common) for row in rows):
+        if not any(meant_for(name, row) for row in rows):
             others = [method for method in methods_of(name) if method not in methods]
             raise UserError(
                 f"--{key_of(name)} means nothing to {', '.join(methods)}; leave it away "
