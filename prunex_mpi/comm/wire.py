@@ -140,8 +140,8 @@ class Wire:
     def shift_(self, mine: Tensor, to: int, received: Tensor, source: int, team: int = 0) -> None:
         """Send `mine` to rank `to`, receive as much from `source`. Collective on `comm`.
 
-        They lie as far away on all ranks, counted around in teams of so many neighbours or in all,
-        or each rank is a node.
+        They are as far away on all ranks, counted around in teams of so many neighbours or in all;
+        where each rank is a node they need not be.
         """
         distance = (to - self.comm.rank) % (team or self.comm.size)
         counted = self.count(mine.nbytes, travelling=0)

@@ -96,14 +96,19 @@ def _preset_text(preset: str) -> str:
 # What stands beside the settings in the file that a run has written: the versions of the software,
 # and the settings as they were asked for, where another value was measured or found.
 OF_A_RUN = ("versions", "asked")
+# Defaults that presets had before: the files of runs have them, also where they mean nothing.
+FORMER = {
+    "warmup_iterations": Fraction(1, 16),
+    "keep_ramp_iterations": Fraction(5, 16),
+    "freeze_iteration": Fraction(7, 16),
+}
 
 
 def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Convert a TOML table to values by flat name; a method's own stand in a table of its name.
 
-    In the file of a run what means nothing to its method is what it is now: a default may have been
-    another when the run began. Raises UserError for an unknown key, a bad value, and the file of a
-    run of another format.
+    Of what means nothing to the method of a run, a FORMER default in its file counts as today's.
+    Raises UserError for an unknown key, a bad value, and the file of a run of another format.
     """
     if is_of_a_run(table) and str(table["versions"].get("format")) != str(FORMAT):
         raise UserError(
@@ -125,7 +130,9 @@ def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
     if is_of_a_run(table):
         method = BY_NAME[values["method"]]
         now = defaults(values["preset"], method)
-        values = {n: v if concerns(n, method) else now.get(n, v) for n, v in values.items()}
+        for name, former in FORMER.items():
+            if not concerns(name, method) and values.get(name) == former:
+                values[name] = now[name]
     return values
 
 

@@ -163,7 +163,7 @@ def momentum_of(optimizer: torch.optim.Optimizer, theta: Tensor) -> Tensor | Non
 # what counts, such as the gradient that has not been sent yet; on other nodes the sum is dealt out
 # anew by the ranks' weights. `each.` tensors are what each rank has seen of what all look at, such
 # as squares of gradients: other nodes go on from their mean. `shared.` tensors are the same on all
-# ranks that use them; `shared.sum_of_x` is the sum of all workers' `own.x`, of those who are left.
+# ranks that use them; `shared.sum_of_xs` is the sum of the `own.x` of all workers who are left.
 OWN, EACH, SHARED = "own.", "each.", "shared."
 SUM_OF = f"{SHARED}sum_of_"
 # What a payload of fewer bits remembers: what rounding has left over, in the order of the message

@@ -32,7 +32,7 @@ OPERATIONS = (
 LEVELS = (0.01, 0.03, 0.1)
 # How good an estimate must be, as a share of the gradient's last change (squares).
 ZETA = 0.4
-ESTIMATE, LAST, SUM = f"{OWN}estimate", f"{OWN}last_gradient", f"{SUM_OF}estimate"
+ESTIMATE, LAST, SUM = f"{OWN}estimate", f"{OWN}last_gradient", f"{SUM_OF}estimates"
 
 
 def counts_of(numel: int) -> list[int]:

@@ -40,8 +40,8 @@ OPERATIONS = (
 )
 RESIDUAL = f"{OWN}residual"
 # With teams: h, by how much it changes next, and whether that has been right once. Zeros are how
-# it begins; other nodes go on from the means, lower where followers have zeros: `adapted` finds it
-# again.
+# it begins; other nodes go on from the means, too low where followers have zeros until it has
+# adapted.
 ADAPTED = f"{EACH}elements_between_teams"
 # The position of a place that is none, of what fills up a message.
 NOWHERE = torch.iinfo(torch.int32).max

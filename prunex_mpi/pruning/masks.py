@@ -96,16 +96,18 @@ def build_factors(
     """Turn a mask into 0/1 tensors on `device`; layers that keep everything get none."""
     entries, layers = [], layer_masks(mask, groups)
     # Coupled layers share rows and columns.
-    masked = {bits.tobytes(): bits.reshape(-1) for layer in layers for bits in layer[:2]}
-    masked = {key: bits for key, bits in masked.items() if not bits.all()}
+    whole = [bits for layer in layers if layer.weights is None for bits in layer[:2]]
+    masked = {bits.tobytes(): bits.reshape(-1) for bits in whole if not bits.all()}
     factors = put_together(list(masked.values()), device, dtype)
     gone = put_together([np.flatnonzero(~bits) for bits in masked.values()], device)
     known = dict(zip(masked, zip(factors, gone, strict=True), strict=True))
+    inside = [layer.weights for layer in layers if layer.weights is not None]
+    parts = iter(put_together([weights.reshape(-1) for weights in inside], device, dtype))
 
     for number, (rows, columns, weights) in enumerate(layers):
         if weights is not None:
+            kept = next(parts).view(weights.shape)
             if not weights.all():
-                kept = torch.from_numpy(weights).to(device=device, dtype=dtype)
                 entries.append(LayerFactors(number, weights=kept))
             continue
         blocks = len(columns)

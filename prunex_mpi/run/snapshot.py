@@ -374,15 +374,16 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
     sums = {}
     for key in own:
         allreduce_(world, state.memory[key].view(-1), transport)
-        if given[0] < ranks:
-            sums[key.replace(OWN, SUM_OF)] = state.memory[key].clone()
+        whole = f"{SUM_OF}{key.removeprefix(OWN)}s"
+        if given[0] < ranks and whole in state.memory:
+            sums[whole] = state.memory[key].clone()
         state.memory[key].mul_(worker_weight(topology, every_rank_sends(settings)))
     if world.rank == 0:
         for key in _shared_keys(state):
             state.memory[key].copy_(first[0][key])
     _bcast_shared_memory(topology, state, transport)
-    for key in sums.keys() & state.memory.keys():
-        state.memory[key].copy_(sums[key])
+    for key, left in sums.items():
+        state.memory[key].copy_(left)
     place = common["position"]
     if place["under_way"]:
         # The last that the old nodes have agreed on.

@@ -476,13 +476,21 @@ def test_a_run_outlives_the_defaults_of_other_methods(tmp_path, method, preset):
     settings = make(preset, method=method, run_dir=str(tmp_path))
     table = tomllib.loads(to_toml(settings, {}))
     assert table["warmup-iterations"] != "1/16" and table["freeze-iteration"] != "7/16"
-    table |= {"warmup-iterations": "1/16", "freeze-iteration": "7/16"}
+    former = {"warmup-iterations": "1/16", "keep-ramp-iterations": "5/16"}
+    table |= {**former, "freeze-iteration": "7/16"}
     (tmp_path / "config.toml").write_text(tomli_w.dumps(table), encoding="utf-8")
     assert parse(["--config", str(tmp_path / "config.toml")]) == make(preset, method=method)
     resume = ["--resume", "--run-dir", str(tmp_path)]
     assert parse(resume) == dataclasses.replace(settings, resume=True)
     prunex = parse(["--config", str(tmp_path / "config.toml"), "--method", "prunex"])
     assert prunex.warmup_iterations == make(preset).warmup_iterations
+    # What somebody has changed is refused as ever.
+    table["freeze-iteration"] = 50
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(table), encoding="utf-8")
+    config = ["--config", str(tmp_path / "config.toml")]
+    assert_refused(lambda: parse(config), "freeze-iteration means nothing")
+    with pytest.raises(UserError, match="freeze-iteration means nothing"):
+        parse(resume)
 
 
 OF_SOME = [name for name in FIELDS if not all(concerns(name, method) for method in METHODS)]

@@ -7,6 +7,7 @@ from counting import Counting
 from nodes import nodes_of
 from small_runs import small_run
 
+from prunex_mpi.comm.agreement import alike_bytes
 from prunex_mpi.run.supervision import driver_of
 
 pytestmark = pytest.mark.mpi
@@ -17,8 +18,11 @@ def test_losses_norms_and_digests_are_counted_apart(scenario):
     with nodes_of(1) as topology, small_run(topology, scenario) as context:
         world, leader = Counting(topology.world), Counting(topology.leader)
         counted = replace(topology, world=world, leader=leader)
-        records = driver_of(context.settings).outer_iterations(counted, replace(context, stop=None))
-        told = [record["bytes"] for record in records]
-    assert all(each["control"] > 0 for each in told)
-    control = sum(each["control"] + each["evaluate"] for each in told)
-    assert control == world.operands + leader.digests > 0
+        driver = driver_of(context.settings)
+        records = list(driver.outer_iterations(counted, replace(context, stop=None)))
+    told = [record["bytes"] for record in records]
+    evaluated = sum(record["test_loss"] is not None for record in records)
+    # Three float64: loss, those that are right, all.
+    assert sum(each["evaluate"] for each in told) == evaluated * alike_bytes(3) > 0
+    control = sum(each["control"] for each in told)
+    assert control + evaluated * alike_bytes(3) == world.operands + leader.digests > 0

@@ -47,6 +47,8 @@ def test_nodes_and_their_mean_equal_the_oracle(ranks_per_node):
             # Two nodes meet at each step.
             assert (found > 1e-6) == (nodes > 2)
             assert record["train_loss"] == pytest.approx(wanted.loss, rel=1e-11)
+            # The mean over the nodes is no part of training.
+            assert record["seconds"]["evaluate"] > 0
             for module, (mean, var) in zip(state.bn_modules, wanted.statistics, strict=True):
                 torch.testing.assert_close(module.running_mean.cpu(), mean, rtol=1e-11, atol=1e-12)
                 torch.testing.assert_close(module.running_var.cpu(), var, rtol=1e-11, atol=1e-12)

@@ -83,7 +83,7 @@ def test_masking_again_and_again_is_applying_the_factors(kinds):
         assert torch.equal(back, expected)
 
 
-@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
+@pytest.mark.parametrize("kinds", [*ORDERS, ("kernel",), ("channel", "kernel")], ids="+".join)
 def test_a_mask_goes_to_a_gpu_in_few_copies(kinds):
     """However many layers there are: factors and their rows, then indices and theirs."""
     layout, groups = prepare(kinds)

@@ -761,16 +761,16 @@ def test_what_the_lost_had_estimated_is_lost_with_them(lost):
         tensors, numbers = contents(topology, run.state, run.problem)
         mine = {key: tensor.clone() for key, tensor in tensors.items()}, numbers
         memory = run.state.memory
-        summed, estimate = memory["shared.sum_of_estimate"].clone(), memory["own.estimate"].numpy()
+        summed, estimate = memory["shared.sum_of_estimates"].clone(), memory["own.estimate"].numpy()
         stays = not lost or WORLD.rank < WORLD.size - 1
         left = np.empty_like(estimate)
         WORLD.Allreduce(estimate * stays, left)
         assert np.allclose(summed.numpy(), left, rtol=0, atol=1e-12) is not lost
         put_common(topology, lambda going: iter([mine] * stays), WORLD.size, run.context)
         if lost:
-            np.testing.assert_allclose(memory["shared.sum_of_estimate"], left, rtol=0, atol=1e-14)
+            np.testing.assert_allclose(memory["shared.sum_of_estimates"], left, rtol=0, atol=1e-14)
         else:
-            assert torch.equal(memory["shared.sum_of_estimate"], summed)
+            assert torch.equal(memory["shared.sum_of_estimates"], summed)
         total = np.empty_like(left)
         WORLD.Allreduce(memory["own.estimate"].numpy(), total)
         np.testing.assert_allclose(total, left, rtol=0, atol=1e-12)

@@ -168,7 +168,7 @@ def test_the_file_changes_once_the_run_has_been_restored(tmp_path):
 
 
 def test_a_run_that_has_become_longer_may_be_given_its_shares_again(tmp_path):
-    flags = ["--run-dir", str(tmp_path), "--freeze-iteration", "1/2", "--outer-iterations"]
+    flags = ["--run-dir", str(tmp_path), "--freeze-iteration", "3/4", "--outer-iterations"]
     settings = parse([*flags, "16"])
     (tmp_path / "config.toml").write_text(to_toml(settings, {}))
     again = [*flags, "24", "--resume"]
@@ -176,5 +176,5 @@ def test_a_run_that_has_become_longer_may_be_given_its_shares_again(tmp_path):
     files = RunDirectory(tmp_path, "", resume=True, length=24)
     files.keep_length()
     files.close()
-    assert parse(again) == first and (first.outer_iterations, first.freeze_iteration) == (24, 8)
+    assert parse(again) == first and (first.outer_iterations, first.freeze_iteration) == (24, 12)
     assert same_run(to_toml(settings, {}), (tmp_path / "config.toml").read_text())

@@ -319,8 +319,8 @@ def check_method_name(method: str) -> None:
 def digest_of(settings: Settings) -> str:
     """Return what tells rows of other settings apart, whatever their seed and learning rate are.
 
-    Of what means something to the method and differs from the defaults, so that a setting which is
-    added, or another default of other methods, changes nothing.
+    Of what means something to the method, but for settings of no preset at their defaults: one that
+    is added changes nothing, nor does another default of other methods.
     """
     told = {
         name: str(value)
