@@ -197,7 +197,7 @@ def test_what_differs_from_the_preset_is_told_as_resolved():
     title, *lines = text.splitlines()
     assert title == "Settings beside those of preset thin for method prunex:"
     found = dict(line.split(maxsplit=1) for line in lines)
-    assert found["outer-iterations"] == "32" and found["freeze-iteration"] == "14"
+    assert found["outer-iterations"] == "32" and found["freeze-iteration"] == "20"
     assert "payload" not in found and "dry-run" not in found
     assert differing_settings(make(method="dgc")).endswith("for method dgc: none.")
     assert "dgc.ratio" in differing_settings(make(method="dgc", dgc_ratio=0.01))
