@@ -136,7 +136,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a plain file; raise OSError, UnicodeDecodeError."""
+    """Return the text of a regular file; raise OSError, UnicodeDecodeError."""
     with open(path, encoding="utf-8", opener=regular_only) as file:
         return file.read()
 
@@ -170,7 +170,7 @@ def write_json_durably(path: Path, value: Any) -> None:
 
 
 def write_json(path: str, value: Any) -> None:
-    """Write `value` in JSON to the file that a user named, which may be no plain file."""
+    """Write `value` in JSON to the file that a user named, which may be no regular file."""
     # What can't be written in JSON leaves the file as it was.
     text = json.dumps(value, indent=2) + "\n"
     with open(path, "w", encoding="utf-8") as file:

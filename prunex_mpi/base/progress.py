@@ -35,6 +35,12 @@ class Length:
     unit: str = "images"
 
 
+class Bar(tqdm):
+    """A bar without tqdm's own thread, which would outlive the run: `Progress` has one."""
+
+    monitor_interval = 0
+
+
 class Progress:
     """A bar or lines on standard error, by rank 0 alone; `heartbeat` is its own.
 
@@ -51,7 +57,7 @@ class Progress:
         # Where a look has first seen the steps of an outer iteration: which, the step, when.
         self.seen = (0, 0, self.began)
         self.text = ""
-        self.bar: tqdm | None = None
+        self.bar: Bar | None = None
         self.watcher: threading.Thread | None = None
         self.exits = ExitStack()
         self.ended = threading.Event()
@@ -59,7 +65,7 @@ class Progress:
             return
         if mode == "on" or sys.stderr.isatty():
             options = {"bar_format": BAR_FORMAT, "mininterval": BAR_S}
-            self.bar = tqdm(total=length.iterations, file=sys.stderr, **options)
+            self.bar = Bar(total=length.iterations, file=sys.stderr, **options)
             # What is logged meanwhile goes above the bar.
             self.exits.enter_context(logging_redirect_tqdm([log]))
         self.watcher = threading.Thread(target=self._watch, name="progress", daemon=True)

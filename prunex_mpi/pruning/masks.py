@@ -101,14 +101,13 @@ def build_factors(
     factors = put_together(list(masked.values()), device, dtype)
     gone = put_together([np.flatnonzero(~bits) for bits in masked.values()], device)
     known = dict(zip(masked, zip(factors, gone, strict=True), strict=True))
-    inside = [layer.weights for layer in layers if layer.weights is not None]
-    parts = iter(put_together([weights.reshape(-1) for weights in inside], device, dtype))
+    inside = [w.reshape(-1) for _, _, w in layers if w is not None and not w.all()]
+    parts = iter(put_together(inside, device, dtype))
 
     for number, (rows, columns, weights) in enumerate(layers):
         if weights is not None:
-            kept = next(parts).view(weights.shape)
             if not weights.all():
-                entries.append(LayerFactors(number, weights=kept))
+                entries.append(LayerFactors(number, weights=next(parts).view(weights.shape)))
             continue
         blocks = len(columns)
         by_row, by_column = known.get(rows.tobytes()), known.get(columns.tobytes())

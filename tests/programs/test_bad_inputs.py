@@ -117,20 +117,15 @@ def handlers() -> list[object]:
     return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
 
 
-def threads() -> list[threading.Thread]:
-    """Return the threads that run, but for the one that tqdm keeps for the whole process."""
-    return [thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"]
-
-
 def run(*argv: object) -> Ended:
     """Run the program; whatever its end, no thread and no handler of a signal may stay."""
     errors = io.StringIO()
     hook = sys.excepthook
     try:
         with limited(), redirect_stderr(errors), redirect_stdout(io.StringIO()):
-            before = handlers(), threads()
+            before = handlers(), threading.enumerate()
             code = train.main([str(word) for word in argv])
-            assert (handlers(), threads()) == before
+            assert (handlers(), threading.enumerate()) == before
     finally:
         # It stays for what main raises, and would abort the job of these tests.
         sys.excepthook = hook
