@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Gather a text of some 24 MB that everybody can install: the documentation of Linux, of Debian's package
+# linux-doc (its .rst files, technical English). Nothing is installed; apt-get and dpkg are needed.
+#   bash batch/linux_doc.sh FOLDER      writes FOLDER/train.txt and FOLDER/test.txt, every twentieth file for testing
+set -euo pipefail
+
+out=${1:?usage: bash batch/linux_doc.sh FOLDER}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+cd "$scratch"
+
+package=$(apt-cache depends linux-doc | sed -n 's/.*Depends: \(linux-doc-[0-9.]*\)$/\1/p' | head -n 1)
+apt-get download -qq "${package:?apt-get update knows no linux-doc}"
+dpkg -x "$package"_*.deb unpacked
+version=$(dpkg-deb -f "$package"_*.deb Version)
+
+# By name, so that both parts are the same everywhere; translations are other languages.
+number=0
+rm -f "$out/train.txt" "$out/test.txt"
+find unpacked -name '*.rst.gz' -not -path '*/translations/*' | LC_ALL=C sort >names
+while read -r name; do
+    part=train
+    if ((++number % 20 == 0)); then part=test; fi
+    zcat "$name" >>"$out/$part.txt"
+done <names
+echo "$package $version: $number files, $(wc -c <"$out/train.txt") bytes to train on, $(wc -c <"$out/test.txt") to test on"
