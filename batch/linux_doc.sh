@@ -22,11 +22,13 @@ package=${wanted%%=*}
 dpkg -x "$package"_*.deb unpacked
 version=$(dpkg-deb -f "$package"_*.deb Version)
 
-# By name, so that both parts are the same everywhere; translations are other languages.
+# In the order of a hash of their names: the same everywhere, and subjects lie spread over what is trained on, held out
+# (the end of what is trained on) and tested. Translations are other languages.
 number=0
 rm -f "$out/train.txt" "$out/test.txt"
-find unpacked -name '*.rst.gz' -not -path '*/translations/*' | LC_ALL=C sort >names
-while read -r name; do
+find unpacked -name '*.rst.gz' -not -path '*/translations/*' | LC_ALL=C sort \
+    | while read -r name; do echo "$(md5sum <<<"$name" | cut -c1-32) $name"; done | LC_ALL=C sort >names
+while read -r _ name; do
     part=train
     if ((++number % 20 == 0)); then part=test; fi
     zcat "$name" >>"$out/$part.txt"
