@@ -15,7 +15,12 @@ SHOWN_NAMES = 3
 
 
 class UserError(Exception):
-    """One line that says what is wrong and what to do about it, and the exit code."""
+    """One line that says what is wrong and what to do about it, and the exit code.
+
+    `together`: every rank of the job raises it, so that none has to be ended by the others.
+    """
+
+    together = False
 
     def __init__(self, message: str, exit_code: int = USAGE) -> None:
         super().__init__(message)

@@ -97,7 +97,7 @@ def raise_together(world: MPI.Comm, error: UserError | None) -> None:
     world.Bcast(code, root=rank)
     where = f"rank {rank} on {socket.gethostname()}: " if failed[0] < world.size else ""
     message = broadcast_text(world, f"{where}{error}" if error else "", root=rank)
-    raise UserError(message, int(code[0]))
+    raise _of_all(UserError(message, int(code[0])))
 
 
 def run_collectively(world: MPI.Comm, action: Callable[[], T]) -> T:
@@ -184,7 +184,14 @@ def require_same(world: MPI.Comm, what: str, value: str) -> None:
     """Raise UserError on every rank unless all pass the same `value`. Collective on `world`."""
     digest = hashlib.sha256(value.encode()).digest()[:8]
     if not digests_agree(world, int.from_bytes(digest, "little")):
-        raise UserError(f"{what} differ between ranks; start every rank with the same ones", USAGE)
+        raise _of_all(
+            UserError(f"{what} differ between ranks; give all ranks the same ones", USAGE)
+        )
+
+
+def _of_all(error: UserError) -> UserError:
+    error.together = True
+    return error
 
 
 def digests_agree(comm: MPI.Comm, digest: int) -> bool:

@@ -93,6 +93,9 @@ class GradientAverager:
             # There is nobody to wait for, and so nothing that the device would have to be done for.
             self.wire.count(self.grad.nbytes)
             return
+        if not self.listening:
+            # Nothing has been announced: all of it is there.
+            self.begin()
         if self.overlap:
             # Parameters that took no part in the loss fire no hook.
             self._start(all_of_them=True)

@@ -328,11 +328,6 @@ def _check_fp16(settings: Settings) -> None:
     s = settings
     if s.amp != "fp16":
         return
-    if s.optimizer != "sgd" and s.weight_decay_on == "weights":
-        raise UserError(
-            f"weight-decay-on weights: a step of {s.optimizer} that fp16 leaves out would shrink "
-            "them all the same; use --amp bf16, or all"
-        )
     if s.method.per_step and not s.method.overflow_safe:
         raise UserError(
             f"amp fp16: what {s.method.name} keeps or scales by must not overflow; use bf16"

@@ -25,7 +25,6 @@ from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks, sum_alike_
 from prunex_mpi.core.state import State, agreeing
 from prunex_mpi.models.layout import (
     Layout,
-    fill_,
     one_or_all,
     scale_,
     spare_tile,
@@ -60,35 +59,25 @@ def start_from_(state: State, settings: Settings, source: Tensor) -> None:
 
 
 def set_anchor_(state: State) -> None:
-    """Set the anchor rho1 (z_i - u), which stands still during phase 1."""
-    anchor = torch.sub(state.z_node, state.u, out=state.anchor)
-    scale_(anchor, state.layout, state.rho1)
+    """Set the anchor z_i - u, which stands still during phase 1."""
+    torch.sub(state.z_node, state.u, out=state.anchor)
 
 
-def share_pull_(state: State, settings: Settings) -> Tensor | float:
-    """Set the anchor; let the optimizer add rho1 theta beside its weight decay where it can.
+def add_pull_(state: State) -> None:
+    """Add rho1 (theta - anchor) to the gradient: exactly zero where theta is at the anchor.
 
-    Returns the rho1 by which `add_pull_` has to do it: 0 where the optimizer does, one number for
-    all parameters, or one for each, [numel].
+    An optimizer that divides by the size of gradients would make steps of the rounding that
+    rho1 theta - rho1 anchor leaves.
     """
-    set_anchor_(state)
-    rho1 = one_or_all(state.rho1)
-    if isinstance(rho1, float):
-        # AdamW's and Muon's decay is no part of the gradient.
-        if settings.optimizer != "sgd":
-            return rho1
-        state.optimizer.param_groups[0]["weight_decay"] += rho1
-        return 0.0
-    return fill_(state.rho1_per_parameter, state.layout, rho1)
-
-
-def add_pull_(state: State, rho1: Tensor | float) -> None:
-    """Add rho1 theta - anchor to the gradient, `rho1` being what `share_pull_` has returned."""
-    state.grad.sub_(state.anchor)
-    if isinstance(rho1, Tensor):
-        state.grad.addcmul_(state.theta, rho1)
-    elif rho1:
-        state.grad.add_(state.theta, alpha=rho1)
+    rho1, spare = one_or_all(state.rho1), spare_tile(state.theta)
+    for tile in tiles(state.layout, state.theta.device):
+        theta, anchor, grad = (f[tile.place] for f in (state.theta, state.anchor, state.grad))
+        gap = torch.sub(theta, anchor, out=spare[: grad.numel()])
+        if isinstance(rho1, float):
+            grad.add_(gap, alpha=rho1)
+        else:
+            tile.scale_(gap, rho1)
+            grad.add_(gap)
 
 
 # --------------------------------------------------------------------------------------------------

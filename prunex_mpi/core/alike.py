@@ -12,7 +12,7 @@ from mpi4py import MPI
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import SHARED, State, agreeing, remembered
+from prunex_mpi.core.state import SHARED, State, agreeing
 from prunex_mpi.models.layout import bits_digest
 
 
@@ -31,7 +31,7 @@ def take_first_(wire: Wire, state: State, where: str) -> None:
     theta, before = state.theta, state.spare
     before.copy_(theta)
     shared = [tensor for name, tensor in state.memory.items() if name.startswith(SHARED)]
-    for tensor in (theta, state.u, *remembered(state.optimizer, theta).values(), *shared):
+    for tensor in (theta, state.u, *state.optimizer.tensors().values(), *shared):
         # MPI has no buffers of bool.
         wire.broadcast_(tensor.view(-1).view(torch.uint8), kind="control")
     gap = before.sub_(theta).abs_().max().view(1)

@@ -71,7 +71,7 @@ def iteration_record(
         "residuals": residuals.totals() if residuals else dict.fromkeys(RESIDUALS),
         "rho1": float(state.rho1.mean()) if penalties else None,
         "rho2": float(state.rho2.mean()) if penalties else None,
-        "lr": state.optimizer.param_groups[0]["lr"],
+        "lr": state.optimizer.optimizer.param_groups[0]["lr"],
         # Of methods whose nodes drift apart; their driver measures it.
         "replica_distance": None,
     }

@@ -1,4 +1,4 @@
-"""Muon on flat vectors: for the matrices of hidden layers, and torch's AdamW for all else.
+"""Muon for the matrices of hidden layers, and torch's AdamW for all else.
 
 Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest orthogonal one. It takes
 the weights of linear layers, attention and convolutions, these as [outputs, inputs x kernel], but
@@ -8,10 +8,11 @@ decay, decoupled, serve both. All as in `torch.optim.Muon`, which multiplies mat
 everywhere: on processors without instructions for it that takes 24 times as long as float32.
 """
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from prunex_mpi.models.layout import Layout, Segment
 
@@ -48,64 +49,64 @@ def describe_muon(model: nn.Module, layout: Layout) -> str:
 
 
 class Muon(torch.optim.Optimizer):
-    """Step `theta` [numel] by Muon in `matrices` and by AdamW elsewhere, all at one rate.
+    """Step the groups that are `orthogonal` by Muon and all others by AdamW, at one rate.
 
-    Its state of `theta` is named as AdamW's: `exp_avg` is the momentum of both, `exp_avg_sq` is
-    AdamW's alone, zero in matrices, `step` counts. `momentum` is Muon's coefficient, AdamW's first.
+    The first of `betas` is Muon's coefficient too. Matrices remember `exp_avg` alone.
     """
 
     def __init__(
-        self,
-        theta: Tensor,
-        layout: Layout,
-        matrices: Iterable[Segment],
-        *,
-        lr: float,
-        momentum: float,
-        beta2: float,
-        eps: float,
+        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
-        super().__init__([theta], {"lr": lr, "weight_decay": 0.0})
-        matrices = list(matrices)
-        first, second = torch.zeros_like(theta), torch.zeros_like(theta)
-        self.steps = torch.zeros((), dtype=torch.float32, device=theta.device)
-        self.state[theta].update(exp_avg=first, exp_avg_sq=second, step=self.steps)
-        self.counts: list[Tensor] = []
-        self.momentum = momentum
-        self.matrices = [
-            tuple(flat[s.place].view(s.shape[0], -1) for flat in (theta, theta.grad, first))
-            for s in matrices
-        ]
-        self.adamw: torch.optim.Optimizer | None = None
-        places = _between(layout, matrices)
-        if places:
-            views = [_view(theta, place) for place in places]
-            betas = momentum, beta2
-            adamw = torch.optim.AdamW(views, lr=lr, betas=betas, eps=eps, fused=True)
-            for view, place in zip(views, places, strict=True):
-                count = self.steps.clone()
-                self.counts.append(count)
-                moments = {"exp_avg": first[place], "exp_avg_sq": second[place]}
-                adamw.state[view].update(step=count, **moments)
-            self.adamw = adamw
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["exp_avg"] = torch.zeros_like(parameter)
+                if not group["orthogonal"]:
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                    device = parameter.device
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Take a step along the gradients that `theta.grad` holds."""
-        mine = self.param_groups[0]
-        if self.adamw is not None:
-            # A checkpoint may have set the one that counts.
-            torch._foreach_copy_(self.counts, [self.steps] * len(self.counts))
-            for name in ("lr", "weight_decay"):
-                self.adamw.param_groups[0][name] = mine[name]
-            self.adamw.step()
-        for matrix, grad, momentum in self.matrices:
-            momentum.lerp_(grad, 1 - self.momentum)
-            update = orthogonalise(grad.lerp(momentum, self.momentum))
-            matrix.mul_(1 - mine["lr"] * mine["weight_decay"])
+        """Take a step along the gradients of the parameters."""
+        for group in self.param_groups:
+            if group["orthogonal"]:
+                self._step_matrices(group)
+            else:
+                self._step_by_adamw(group)
+
+    def _step_by_adamw(self, group: dict[str, Any]) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        states = [self.state[p] for p in parameters]
+        adamw(
+            parameters,
+            [p.grad for p in parameters],
+            *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")),
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        coefficient = group["betas"][0]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            tensors = parameter, parameter.grad, self.state[parameter]["exp_avg"]
+            matrix, grad, momentum = (t.view(t.shape[0], -1) for t in tensors)
+            momentum.lerp_(grad, 1 - coefficient)
+            update = orthogonalise(grad.lerp(momentum, coefficient))
+            matrix.mul_(1 - group["lr"] * group["weight_decay"])
             size = STEP_RMS * max(matrix.shape) ** 0.5
-            matrix.add_(update, alpha=-mine["lr"] * size)
-        self.steps += 1
+            matrix.add_(update, alpha=-group["lr"] * size)
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
@@ -121,17 +122,3 @@ def orthogonalise(matrix: Tensor) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if wide is matrix else x.T
-
-
-def _view(theta: Tensor, place: slice) -> Tensor:
-    """Return a view of a part of theta whose gradient is the same part of theta's."""
-    view = theta[place]
-    view.grad = theta.grad[place]
-    return view
-
-
-def _between(layout: Layout, matrices: list[Segment]) -> list[slice]:
-    """Return the runs of flat vectors that are in none of the matrices."""
-    ends = [0, *(end for s in matrices for end in (s.place.start, s.place.stop)), layout.numel]
-    pairs = zip(ends[::2], ends[1::2], strict=True)
-    return [slice(start, stop) for start, stop in pairs if stop > start]

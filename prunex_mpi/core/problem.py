@@ -1,20 +1,18 @@
-"""Assemble what one rank trains from the settings: model, groups, and the problem they make."""
+"""Assemble what one rank trains: the model, and the problem that it makes with data."""
 
 import hashlib
 import socket
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from mpi4py import MPI
-
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import digests_agree, run_collectively
-from prunex_mpi.comm.collectives import Transport, bcast_
+from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.broadcast import broadcast_weights_
 from prunex_mpi.core.loading import measure_colours
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.schedule import steps_of
@@ -26,76 +24,15 @@ from prunex_mpi.data.text import TextSet, WindowStream, window_batches
 from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
-from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs, inputs_from
-from prunex_mpi.models.layout import Layout, trained_parameters
-from prunex_mpi.pruning.coupling import PLAIN
-from prunex_mpi.pruning.groups import INSTEAD, Groups, find_groups
-from prunex_mpi.pruning.projection import with_budget
-from prunex_mpi.pruning.rules import Rules, find_coupling_by, find_rules, training_failure
-from prunex_mpi.settings.fields import Settings, layer_keep_ratios
+from prunex_mpi.models.layout import trained_parameters
+from prunex_mpi.settings.fields import Settings
 
 
 def make_model(settings: Settings, inputs: Inputs) -> torch.nn.Module:
     """Build the model on the CPU from the seed, the same on every rank."""
     torch.manual_seed(settings.seed)
     return build_model(settings.model, inputs, settings.stem)
-
-
-def choose_rules(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> Rules:
-    """Try by which rules coupled groups can be taken out of `model`, on the CPU; if need be."""
-    removing = settings.method.removes
-    if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
-        return Rules()
-    rules = find_rules(model, inputs, Rules(plain=PLAIN if removing else frozenset()))
-    if settings.remove_dropped or removing:
-        reason = training_failure(model, find_coupling_by(model, inputs, rules), inputs)
-        what, instead = "remove-dropped", "leave remove-dropped away"
-        if removing:
-            what, instead = f"method {settings.method.name}", "choose another method"
-        if reason:
-            raise UserError(
-                f"{what}: a smaller network could not be trained, since the model reads channels "
-                f"in training alone ({reason}); {instead}"
-            )
-    return rules
-
-
-def make_groups(
-    settings: Settings,
-    model: torch.nn.Module,
-    layout: Layout,
-    inputs: Inputs,
-    rules: Rules | None = None,
-) -> Groups:
-    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
-
-    `rules` are those of `choose_rules`, which are chosen here without.
-    """
-    kinds = settings.method.own_groups or settings.groups
-    if not (settings.method.removes or settings.method.keeps_by_layer):
-        return Groups((), (), 0, ())
-    if rules is None:
-        rules = choose_rules(settings, model, inputs)
-    if settings.method.removes:
-        coupling = find_coupling_by(model, inputs, rules)
-        return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
-    coupling = None
-    if "coupled" in kinds:
-        coupling = find_coupling_by(model, inputs, rules)
-    found = find_groups(
-        model,
-        layout,
-        kinds,
-        settings.keep_ratio,
-        layer_keep_ratios(settings),
-        coupling=coupling,
-        ends=None if kinds == ("coupled",) else find_ends(model, inputs),
-        instead="choose another --method" if settings.method.own_groups else INSTEAD,
-    )
-    if settings.keep_by != "groups":
-        found = with_budget(found, layout, settings.keep_by, settings.round_to, settings.keep_floor)
-    return replace(found, by_gate=settings.score == "gates")
 
 
 def build_problem(
@@ -211,21 +148,6 @@ def _try_compiler(device: torch.device) -> None:
             f"compile: torch.compile fails on {socket.gethostname()} ({one_line(error)}); install "
             "what it needs, such as a C++ compiler, or leave it away"
         ) from None
-
-
-def broadcast_weights_(world: MPI.Comm, model: torch.nn.Module, transport: Transport) -> None:
-    """Make rank 0's parameters and buffers everyone's. Collective on `world`."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        broadcast_tensor_(world, tensor.detach(), transport)
-
-
-def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transport) -> None:
-    """Make rank 0's values of a tensor, of any dtype, everyone's. Collective on `world`."""
-    # A copy: the memory may be out of order, as in a model that is channels_last itself. Bytes,
-    # since counters travel as well.
-    flat = tensor.reshape(-1).clone()
-    bcast_(world, flat.view(torch.uint8), transport)
-    tensor.copy_(flat.view(tensor.shape))
 
 
 def check_batch_parts(

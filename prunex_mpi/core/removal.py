@@ -26,8 +26,8 @@ from prunex_mpi.core.evaluation import (
     memory_of_ema,
 )
 from prunex_mpi.core.scores import memory_of_scores
-from prunex_mpi.core.state import KNOWN, REST, RunContext, State, build_state, remembered
-from prunex_mpi.models.layout import build_layout
+from prunex_mpi.core.state import KNOWN, REST, RunContext, State, build_state
+from prunex_mpi.models.layout import build_layout, trained_parameters
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
 from prunex_mpi.pruning.shrink import cut, smaller_sizes, smaller_tensors
 from prunex_mpi.settings.fields import Settings
@@ -63,14 +63,12 @@ def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Setti
     sizes = smaller_sizes(model, coupling, removed)
     tensors = smaller_tensors(model, coupling, removed)
     moments = {
-        name: cut(moment, state.layout, coupling, removed) if moment.dim() else moment
-        for name, moment in remembered(state.optimizer, state.theta).items()
+        name: cut(moment, state.layout, coupling, removed)
+        for name, moment in state.optimizer.moments.items()
     }
     resize_(model, sizes)
     fill_(model, tensors)
-    _rebuild_(state, model, state.mask & ~removed, sizes, settings)
-    for name, moment in remembered(state.optimizer, state.theta).items():
-        moment.copy_(moments[name])
+    _rebuild_(state, model, state.mask & ~removed, sizes, settings, moments)
 
 
 def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Settings) -> None:
@@ -81,7 +79,9 @@ def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Setti
     resize_(model, state.whole.sizes, grows=True)
     sizes = smaller_sizes(model, state.groups.coupling, ~mask)
     resize_(model, sizes)
-    _rebuild_(state, model, mask, sizes, settings)
+    count = sum(p.numel() for p in trained_parameters(model).values())
+    moments = {name: moment.new_zeros(count) for name, moment in state.optimizer.moments.items()}
+    _rebuild_(state, model, mask, sizes, settings, moments)
     state.removes = settings.method.removes or not mask.all()
 
 
@@ -109,10 +109,20 @@ def _staying(state: State, mask: np.ndarray) -> dict[str, Tensor]:
 
 
 def _rebuild_(
-    state: State, model: nn.Module, mask: np.ndarray, sizes: Sizes, settings: Settings
+    state: State,
+    model: nn.Module,
+    mask: np.ndarray,
+    sizes: Sizes,
+    settings: Settings,
+    moments: dict[str, Tensor],
 ) -> None:
-    """Fill `state` anew for a model of other sizes: from its weights, all else as at the start."""
-    new = build_state(model, build_layout(model), state.groups, settings, state.whole)
+    """Fill `state` anew for a model of other sizes: from its weights, all else as at the start.
+
+    The optimizer goes on, with `moments` that are as long as the model's parameters.
+    """
+    layout, optimizer = build_layout(model), state.optimizer
+    new = build_state(model, layout, state.groups, settings, state.whole, optimizer)
+    optimizer.follow_(model, layout, moments)
     # The best z so far was of another size, and so were those of the average.
     new.memory = {**state.memory, **new.memory, **memory_of_scores(settings, new)}
     new.memory |= memory_of_best(settings, new) | memory_of_ema(settings, new)
@@ -121,7 +131,6 @@ def _rebuild_(
     for kept in same:
         setattr(new, kept, getattr(state, kept))
     new.mask, new.sizes, new.removes = mask, sizes, True
-    new.optimizer.param_groups[0]["lr"] = state.optimizer.param_groups[0]["lr"]
     for field in fields(State):
         setattr(state, field.name, getattr(new, field.name))
 

@@ -134,10 +134,22 @@ def steps_taken(context: RunContext) -> int:
 def local_steps(context: RunContext) -> int:
     """Return the number of local steps of the outer iteration under way."""
     settings, position = context.settings, context.state.position
+    if settings.method.quadratic_interval and context.problem.rate is not None:
+        return _interval_by_rate(context)
     if settings.method.quadratic_interval:
         return quadratic_steps(settings, context.problem.steps, position.steps_done)
     frozen = settings.frozen_local_steps if context.state.frozen else 0
     return frozen or context.problem.steps
+
+
+def _interval_by_rate(context: RunContext) -> int:
+    """Return the same by the optimizer's rate, whose schedule is not known, as the steps began."""
+    settings, position, least = context.settings, context.state.position, context.problem.steps
+    if position.step == 0:
+        left = total_steps(settings, least) - position.steps_done
+        rate, alpha = context.problem.rate(), settings.options.alpha
+        position.interval = quadratic_interval(rate, alpha, least, left)
+    return position.interval
 
 
 def quadratic_steps(settings: Settings, least: int, done: int) -> int:
@@ -165,6 +177,10 @@ def rounds_left(context: RunContext, most: int = 0) -> int:
     settings, position = context.settings, context.state.position
     if not settings.method.quadratic_interval:
         return settings.outer_iterations + 1 - position.iteration
+    if context.problem.rate is not None:
+        left = total_steps(settings, context.problem.steps) - position.steps_done
+        # Only whether one is the last is asked.
+        return 0 if left <= 0 else 1 if local_steps(context) >= left else 2
     return quadratic_rounds(settings, context.problem.steps, position.steps_done, most)
 
 

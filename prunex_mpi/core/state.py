@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.losses import Loss, Teacher
-from prunex_mpi.core.muon import Muon, hidden_matrices
+from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
 from prunex_mpi.core.sums import BLOCK, Coded, whole_blocks
 from prunex_mpi.core.task import IMAGES, Task
 from prunex_mpi.data.batches import BatchStream, Shard
@@ -71,6 +72,8 @@ class Position:
     converged_of: int = 0
     fresh_statistics: bool = False
     has_reference: bool = False
+    # Local steps of the outer iteration under way, where these follow from a rate.
+    interval: int = 0
 
 
 def next_iteration(position: Position, loss: float) -> None:
@@ -89,6 +92,15 @@ def begin_iteration(position: Position) -> None:
     for part in (position.traffic, position.clock):
         for one in fields(part):
             setattr(part, one.name, type(getattr(part, one.name))())
+
+
+def put_position(position: Position, values: dict[str, Any]) -> None:
+    """Set a position in place: the driver, and the wires it has made, hold on to its parts."""
+    for name, value in values.items():
+        if isinstance(value, dict) and not isinstance(getattr(position, name), dict):
+            put_position(getattr(position, name), value)
+        else:
+            setattr(position, name, value)
 
 
 @dataclass(frozen=True)
@@ -112,51 +124,6 @@ def describe_whole(model: nn.Module, layout: Layout, groups: Groups, settings: S
         sizes = smaller_sizes(model, groups.coupling, np.zeros(groups.total, dtype=bool))
     buffers = tuple((name, b.shape) for name, b in model.named_buffers())
     return Whole(layout, batchnorm.numel(batchnorm.find(model)), buffers, sizes)
-
-
-# AdamW's, as in its paper.
-EPSILON = 1e-8
-# The names of what is remembered, by those that torch has for it.
-SGD_STATE = {"momentum_buffer": "momentum"}
-ADAMW_STATE = {"exp_avg": "momentum", "exp_avg_sq": "second_moment", "step": "steps_taken"}
-
-
-def build_optimizer(
-    theta: Tensor, settings: Settings, model: nn.Module, layout: Layout
-) -> torch.optim.Optimizer:
-    """Return the optimizer over the flat `theta`, its state allocated; `theta.grad` is read.
-
-    The fused steps make no temporaries. Muon looks for the matrices of `model`.
-    """
-    if settings.optimizer == "muon":
-        matrices = hidden_matrices(model, layout)
-        rates = {"lr": settings.lr, "momentum": settings.momentum}
-        return Muon(theta, layout, matrices, beta2=settings.beta2, eps=EPSILON, **rates)
-    if settings.optimizer == "adamw":
-        betas = settings.momentum, settings.beta2
-        adamw = torch.optim.AdamW([theta], lr=settings.lr, betas=betas, eps=EPSILON, fused=True)
-        moments = {key: torch.zeros_like(theta) for key in ("exp_avg", "exp_avg_sq")}
-        count = torch.zeros((), dtype=torch.float32, device=theta.device)
-        adamw.state[theta].update(step=count, **moments)
-        return adamw
-    momentum = 0.0 if settings.method.own_momentum else settings.momentum
-    sgd = torch.optim.SGD([theta], lr=settings.lr, momentum=momentum, fused=True)
-    if momentum:
-        # The fused step leaves a buffer of its own uninitialised when fp16 skips the first step.
-        sgd.state[theta]["momentum_buffer"] = torch.zeros_like(theta)
-    return sgd
-
-
-def remembered(optimizer: torch.optim.Optimizer, theta: Tensor) -> dict[str, Tensor]:
-    """Return what the optimizer remembers, by the names that it has in checkpoints."""
-    names = ADAMW_STATE if isinstance(optimizer, torch.optim.AdamW | Muon) else SGD_STATE
-    state = optimizer.state[theta]
-    return {name: state[key] for key, name in names.items() if key in state}
-
-
-def momentum_of(optimizer: torch.optim.Optimizer, theta: Tensor) -> Tensor | None:
-    """Return the momentum, of AdamW the first moment; None where there is none."""
-    return remembered(optimizer, theta).get("momentum")
 
 
 # `own.` tensors of a method's memory are each rank's: parts of a vector whose sum over all ranks is
@@ -206,6 +173,7 @@ class Problem:
     teacher: Teacher | None = None
     digest: str = ""
     task: Task = IMAGES
+    rate: Callable[[], float] | None = None
     inputs: Inputs | None = None
 
 
@@ -236,7 +204,7 @@ class State:
     bn_modules: list[_BatchNorm]
     theta: Tensor
     grad: Tensor
-    optimizer: torch.optim.Optimizer
+    optimizer: OptimizerMemory
     scaler: torch.amp.GradScaler
     u: Tensor
     v: Tensor
@@ -272,18 +240,13 @@ class State:
 
     @property
     def anchor(self) -> Tensor:
-        """`scratch` in phase 1 of methods with duals: rho1 (z_i - u), [numel]."""
+        """`scratch` in phase 1 of methods with duals: z_i - u, [numel]."""
         return self.scratch
 
     @property
     def last_z(self) -> Tensor:
         """`scratch` from `take_over_` to the end of phase 4, and in the outer step: z before it."""
         return self.scratch
-
-    @property
-    def rho1_per_parameter(self) -> Tensor:
-        """The beginning of `payload` in phase 1, when no message is under way in it: [numel]."""
-        return self.payload[: self.layout.numel]
 
     @property
     def spare(self) -> Tensor:
@@ -364,10 +327,21 @@ def agreeing(state: State, name: str, nbytes: int) -> AbstractContextManager[Non
 
 
 def build_state(
-    model: nn.Module, layout: Layout, groups: Groups, settings: Settings, whole: Whole | None = None
+    model: nn.Module,
+    layout: Layout,
+    groups: Groups,
+    settings: Settings,
+    whole: Whole | None = None,
+    optimizer: OptimizerMemory | None = None,
 ) -> State:
-    """Allocate the variables; without `whole` nothing has been taken out of the model."""
+    """Allocate the variables; without `whole` nothing has been taken out of the model.
+
+    Without an `optimizer` it is that of the settings.
+    """
     theta, grad = flatten_(model, layout)
+    if optimizer is None:
+        built = build_optimizer(settings, model, layout)
+        optimizer = OptimizerMemory(built, model, layout)
     bn_modules = batchnorm.find(model)
     stats = theta.new_empty(batchnorm.numel(bn_modules))
     batchnorm.read_plain_(bn_modules, stats)
@@ -379,7 +353,7 @@ def build_state(
         bn_modules=bn_modules,
         theta=theta,
         grad=grad,
-        optimizer=build_optimizer(theta, settings, model, layout),
+        optimizer=optimizer,
         scaler=torch.amp.GradScaler(theta.device.type, enabled=settings.amp == "fp16"),
         u=torch.zeros_like(theta),
         v=torch.zeros_like(theta),
@@ -478,10 +452,8 @@ def freeze(state: State, consensus_sgd: bool) -> None:
     """
     state.frozen = True
     state.consensus_sgd = consensus_sgd
-    momentum = momentum_of(state.optimizer, state.theta)
-    for flat in (state.theta, momentum, state.u, state.v):
-        if flat is not None:
-            apply_factors_(flat, state.layout, state.groups, state.factors)
+    for flat in (state.theta, *state.optimizer.moments.values(), state.u, state.v):
+        apply_factors_(flat, state.layout, state.groups, state.factors)
     if consensus_sgd:
         state.u.zero_()
         state.v.zero_()
@@ -490,7 +462,7 @@ def freeze(state: State, consensus_sgd: bool) -> None:
 
 def forget_momentum_(state: State, place: slice = slice(None)) -> None:
     """Let the optimizer begin without momentum, of AdamW without first moment, in one `place`."""
-    momentum = momentum_of(state.optimizer, state.theta)
+    momentum = state.optimizer.first_moment
     if momentum is not None:
         momentum[place].zero_()
 

@@ -11,7 +11,6 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi.base.cores import cores_of, cpu_limit
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology, library_name
@@ -64,17 +63,6 @@ def choose_device(requested: str, host_rank: int) -> torch.device:
     device = torch.device("cuda", host_rank % torch.cuda.device_count())
     torch.cuda.set_stream(torch.cuda.Stream(device))
     return device
-
-
-def set_threads(core_sharers: int, host_size: int) -> int:
-    """Share the cores this rank may use among the ranks that may use the same; return threads.
-
-    All `host_size` ranks of the machine share what it may keep busy. OMP_NUM_THREADS wins.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(cores_of(os.sched_getaffinity(0)))
-        torch.set_num_threads(max(1, min(cores // core_sharers, cpu_limit() // host_size)))
-    return torch.get_num_threads()
 
 
 def keep_freed_memory() -> bool:

@@ -23,12 +23,12 @@ from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text, run_on_first
 from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of
+from prunex_mpi.core.threads import set_threads
 from prunex_mpi.diagnosis.devices import (
     choose_device,
     claimed_cuda_support,
     probe,
     probe_between,
-    set_threads,
 )
 from prunex_mpi.diagnosis.facts import existing_folder, gather_facts, software_versions
 from prunex_mpi.diagnosis.findings import SEVERITIES, Finding, RankFacts, errors

@@ -61,10 +61,9 @@ def penalised(state: State) -> tuple[Factors, ...]:
     return tuple(found)
 
 
-def start_gradient_(wires: Wires, space: dict[str, Any], context: RunContext, loss: Tensor) -> None:
-    """Let `grad` start from the gradient of the penalty, between the choice and the pruning."""
+def add_penalty_(wires: Wires, space: dict[str, Any], context: RunContext, loss: Tensor) -> None:
+    """Add the gradient of the penalty to `grad`, between the choice and the pruning."""
     state, coefficient = context.state, context.settings.options.lasso
-    state.grad.zero_()
     if state.frozen:
         return
     with state.position.clock.computing(state.theta.device):

@@ -19,7 +19,7 @@ and, where it needs them,
 - `check_workers(settings, workers)`: raises UserError for a number of workers that it can't have;
 - `metadata_bytes(settings, state, payload, rounds)`: how many of a run's payload bytes, without
   those of BatchNorm statistics, say where values belong;
-- `start_gradient_(wires, space, context, loss)`: lets `grad` start from what the method adds to it;
+- `add_penalty_(wires, space, context, loss)`: adds the gradient of a penalty to a worker's;
 - `follow_(wires, space, context)`: looks at the gradient that all ranks have received;
 - `prune_(wires, context, done)`: prunes after `done` outer iterations, if that is when; returns the
   drift of the mask of weights;
@@ -107,7 +107,7 @@ def check_workers(settings: Settings, topology: Topology) -> None:
 
 def allocate(code: ModuleType, wire: Wire, context: RunContext) -> dict[str, Any]:
     """Allocate what each step of a method writes anew; {} on ranks that have nothing to write."""
-    everywhere = hasattr(code, "start_gradient_") or hasattr(code, "follow_")
+    everywhere = hasattr(code, "add_penalty_") or hasattr(code, "follow_")
     if not hasattr(code, "allocate") or not (everywhere or wire.is_member):
         return {}
     return code.allocate(wire, context)

@@ -16,9 +16,6 @@ parameters are pruned only once those of all ranks have been added up, so all of
 Phases and names are those of `hsadmm.py`; z_i is z, and v is zero throughout.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from prunex_mpi.comm.topology import Topology
@@ -31,6 +28,7 @@ from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop
 from prunex_mpi.core.state import KNOWN, RunContext, State, change_mask, freeze, wires_of
 from prunex_mpi.core.statistics import find_reference_
+from prunex_mpi.core.steps import Rounds
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
@@ -38,8 +36,8 @@ from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.settings.fields import Settings
 
 
-def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
-    """Train from `position` on; yield records as `hsadmm.outer_iterations`. Collective on `world`.
+def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
+    """Train from `position` on; yield as `hsadmm.outer_iterations`. Collective on `world`.
 
     The residuals between nodes are zero. Raises Diverged on every rank.
     """
@@ -49,7 +47,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
         measured = measures_residuals(context, this)
         stage = find_stage(this.k, settings, state.frozen, position, measured)
         with phase(context, this, "local"):
-            loss = local_computation(None, context)
+            loss = yield from local_computation(None, context)
             if loss is None:
                 return
             check_divergence(topology, context, loss)

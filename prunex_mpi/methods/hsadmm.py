@@ -17,7 +17,7 @@ payload of fewer bits phase 4 adds up codes, by Alltoallv and Allgather (`core/s
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
@@ -55,13 +55,13 @@ from prunex_mpi.core.state import (
 )
 from prunex_mpi.core.statistics import average_in_node_, find_reference_
 from prunex_mpi.core.steps import (
+    Rounds,
     add_loss_,
     averaging,
     begin_losses_,
+    begin_step_,
     clip_,
     finish_average_,
-    forward_backward,
-    share_decay_,
     step_optimizer_,
     stops_here,
 )
@@ -78,10 +78,11 @@ from prunex_mpi.pruning import masks
 from prunex_mpi.settings.fields import Settings
 
 
-def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
+def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
     """Run H-SADMM from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
-    Collective on `topology.world`: every rank must exhaust the iterator, which ends early, between
+    Between them it yields wherever it needs the gradient of the next local step, see `Rounds`.
+    Collective on `topology.world`: every rank must exhaust the generator, which ends early, between
     two local steps, where the ranks agree to stop. Of `seconds`, `intra` counts waiting for the
     node's gradients as well. Between two records the state is all there is to know. Raises Diverged
     on every rank.
@@ -98,7 +99,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
             if apart:
                 stage = replace(stage, choose=False)
             with loop.phase(context, this, "local"):
-                loss = local_computation(averager, context, wires if parted else None)
+                loss = yield from local_computation(averager, context, wires if parted else None)
                 if loss is None:
                     return
                 check_divergence(topology, context, loss)
@@ -144,14 +145,15 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 
 def local_computation(
     averager: GradientAverager | None, context: RunContext, wires: Wires | None = None
-) -> float | None:
+) -> Generator[GradientAverager | None, Tensor, float | None]:
     """Take T steps on f_ij(theta) + rho1/2 |theta - z_i + u|^2 (Eq. 8); return the mean loss.
 
     No communication, unless `averager` averages each step's gradient inside the node (then
     collective on its communicator). Consensus SGD starts from z and has no proximal term. Where an
     exchange is under way the node goes on from its own z_i, and z arrives after some of the steps.
     With `wires` all parts of the message but the last are sent between the steps, see
-    `core/streaming.py` (then collective on their communicators). Returns None where the ranks agree
+    `core/streaming.py` (then collective on their communicators). Yields the averager where it needs
+    the next gradient (`core/steps.py`). Returns None where the ranks agree
     to stop, before the step at which `position` then is.
     """
     state, settings, position = context.state, context.settings, context.state.position
@@ -169,8 +171,9 @@ def local_computation(
             if settings.inner_momentum == "reset":
                 forget_momentum_(state)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
-    decayed = share_decay_(context, settings.weight_decay if in_theta else 0.0)
-    rho1 = None if state.consensus_sgd else admm.share_pull_(state, settings)
+    state.optimizer.set_decay_(settings.weight_decay if in_theta else 0.0)
+    if not state.consensus_sgd:
+        admm.set_anchor_(state)
     mask_grad_ = mask_weights_ = None
     if state.frozen:
         how = state.layout, state.groups, state.factors
@@ -187,18 +190,19 @@ def local_computation(
         stepped = time.perf_counter()
         if position.under_way and position.step >= arrival_step(context):
             z_arrives(context)
-        loss = forward_backward(context, averager)
+        begin_step_(state)
+        loss = yield averager
         finish_average_(context, averager)
-        state.scaler.unscale_(state.optimizer)
+        state.scaler.unscale_(state.optimizer.optimizer)
         watch_(context)
         if mask_grad_ and settings.clip_grad:
             mask_grad_()
         clip_(context)
-        if rho1 is not None:
-            admm.add_pull_(state, rho1)
+        if not state.consensus_sgd:
+            admm.add_pull_(state)
         if mask_grad_:
             mask_grad_()
-        step_optimizer_(context, decayed)
+        step_optimizer_(context)
         if mask_weights_:
             mask_weights_()
         add_loss_(context, loss)

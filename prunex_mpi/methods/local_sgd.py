@@ -12,9 +12,6 @@ and operands).
   does, and what follows is training on the fixed support with the payload that has shrunk.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
@@ -23,7 +20,7 @@ from prunex_mpi.core.message import outer_step_
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import RunContext, freeze, wires_of
 from prunex_mpi.core.statistics import find_reference_
-from prunex_mpi.core.steps import averaging
+from prunex_mpi.core.steps import Rounds, averaging
 from prunex_mpi.core.streaming import goes_in_parts, send_part_
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.methods.exchanges import code_of
@@ -37,8 +34,8 @@ HIGH_ADAMW_RATE = 0.02
 HIGH_UNSTEADY_RATE = 0.05
 
 
-def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
-    """Train from `position` on; yield records as `hsadmm.outer_iterations`. Collective on `world`.
+def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
+    """Train from `position` on; yield as `hsadmm.outer_iterations`. Collective on `world`.
 
     Of `seconds`, `dual` is diloco's outer step. Raises Diverged on every rank.
     """
@@ -56,7 +53,8 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
 
             parted = goes_in_parts(context, this, stage)
             with phase(context, this, "local"):
-                loss = hsadmm.local_computation(averager, context, wires if parted else None)
+                steps = hsadmm.local_computation(averager, context, wires if parted else None)
+                loss = yield from steps
                 if loss is None:
                     return
                 check_divergence(topology, context, loss)

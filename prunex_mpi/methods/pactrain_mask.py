@@ -17,7 +17,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.losses import softened
-from prunex_mpi.core.state import RunContext, State, momentum_of
+from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.methods.declared import GRASP_BELOW
 from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.methods.pactrain_support import set_support_
@@ -86,6 +86,11 @@ def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
     those of the weights that may be pruned alone. Collective on `world`. Raises UserError alike.
     """
     state, problem = context.state, context.problem
+    if problem.train_shard is None:
+        raise UserError(
+            "score grasp looks at samples and their loss, which one's own loop keeps to itself; "
+            "give pactrain_score='magnitude'"
+        )
     layout, model, temperature = state.layout, problem.model, GRASP_TEMPERATURE
     batches = batches_to_score(everyone, context)
 
@@ -125,9 +130,7 @@ def adopt_pruned_(state: State, pruned: Tensor) -> None:
 
     So do those of z, which other nodes go on from where a run leaves in this outer iteration.
     """
-    momentum = momentum_of(state.optimizer, state.theta)
-    for flat in (state.theta, state.z, momentum):
-        if flat is not None:
-            flat.masked_fill_(pruned, 0.0)
+    for flat in (state.theta, state.z, *state.optimizer.moments.values()):
+        flat.masked_fill_(pruned, 0.0)
     set_support_(state.memory, pruned, state.theta, state.layout)
     state.frozen = True

@@ -17,10 +17,11 @@ checkpoints and records come at the same places. What a method does is in its fi
 
 import sys
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Generator
 from types import ModuleType
 from typing import Any
+
+from torch import Tensor
 
 from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks
 from prunex_mpi.comm.gradients import GradientAverager
@@ -33,13 +34,14 @@ from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_local
 from prunex_mpi.core.state import RunContext, agreeing, wires_of
 from prunex_mpi.core.statistics import average_statistics
+from prunex_mpi.core.steps import Rounds
 from prunex_mpi.methods.exchanges import allocate, code_of
 from prunex_mpi.models.layout import norm, squared_distances
 from prunex_mpi.settings.fields import Settings
 
 
-def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
-    """Train from `position` on; yield records as `hsadmm.outer_iterations`. Collective on `world`.
+def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
+    """Train from `position` on; yield as `hsadmm.outer_iterations`. Collective on `world`.
 
     Of `seconds`, `local` is the forward and backward pass and the step, `project` what the method
     computes, `inter` waiting for gradients and statistics. Raises Diverged on every rank.
@@ -52,7 +54,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
     with steps.averaging(wire_during_backward(wires, settings), context) as averager:
         for this in rounds(context):
             with phase(context, this, "local"):
-                loss = train_steps(code, wires, averager, space, context)
+                loss = yield from train_steps(code, wires, averager, space, context)
                 if loss is None:
                     return
                 check_divergence(topology, context, loss)
@@ -109,35 +111,36 @@ def train_steps(
     averager: GradientAverager | None,
     space: dict[str, Any],
     context: RunContext,
-) -> float | None:
+) -> Generator[GradientAverager | None, Tensor, float | None]:
     """Take T steps of SGD on the mean gradient of all ranks; return this rank's mean loss.
 
-    Returns None where the ranks agree to stop: `position` then says which step comes next.
+    Yields where it needs the next gradient (`core/steps.py`). Returns None where the ranks agree to
+    stop: `position` then says which step comes next.
     Collective on `world`.
     """
     state, settings, position = context.state, context.settings, context.state.position
     # Lion's is decoupled: its momentum is on the workers, and the optimizer has none.
     decay = 0.0 if settings.method.own_decay else settings.weight_decay
-    decayed = steps.share_decay_(context, decay)
+    state.optimizer.set_decay_(decay)
     steps.begin_losses_(state)
     started = time.perf_counter()
     prune_(code, wires, context, done=position.iteration - 1)
-    start_ = None
-    if hasattr(code, "start_gradient_"):
-        start_ = partial(code.start_gradient_, wires, space, context)
     context.problem.model.train()
     while position.step < context.problem.steps:
         if steps.stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
         stepped = time.perf_counter()
-        loss = steps.forward_backward(context, averager, start_)
+        steps.begin_step_(state)
+        loss = yield averager
         steps.finish_average_(context, averager)
+        if hasattr(code, "add_penalty_"):
+            code.add_penalty_(wires, space, context, loss)
         with position.clock.computing(state.theta.device):
             average_gradient_(code, wires, space, context)
-        state.scaler.unscale_(state.optimizer)
+        state.scaler.unscale_(state.optimizer.optimizer)
         steps.clip_(context)
-        steps.step_optimizer_(context, decayed)
+        steps.step_optimizer_(context)
         steps.add_loss_(context, loss)
         position.step += 1
         position.clock.note("step", f"step {position.step}", stepped)

@@ -1,8 +1,7 @@
 """PruneTrain: a network that becomes physically smaller while it is trained.
 
 World rank 0 decides what is removed and the coefficient of the lasso, so that ranks that round
-differently decide alike. The penalty's gradient is what a step's gradient starts from, and goes
-through the same average.
+differently decide alike. The penalty's gradient, which all ranks have alike, is added to the mean.
 """
 
 from typing import Any
@@ -40,8 +39,8 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     return {"channels": channels, "lasso": lasso.one_group_per_layer(channels)}
 
 
-def start_gradient_(wires: Wires, space: dict[str, Any], context: RunContext, loss: Tensor) -> None:
-    """Let `grad` start from the (scaled) gradient of the penalty.
+def add_penalty_(wires: Wires, space: dict[str, Any], context: RunContext, loss: Tensor) -> None:
+    """Add the (scaled) gradient of the penalty to `grad`.
 
     The first step of a run fixes the coefficient by the `loss` of world rank 0's first batch.
     Collective on `world` in that step.
@@ -55,7 +54,8 @@ def start_gradient_(wires: Wires, space: dict[str, Any], context: RunContext, lo
             coefficient.copy_(lasso.coefficient_for(ratio, loss.detach(), norms))
             wires.everyone.broadcast_(coefficient)
         scaled = state.scaler.scale(coefficient)
-        lasso.write_subgradient_(state.theta, penalty, norms, scaled, state.grad)
+        lasso.write_subgradient_(state.theta, penalty, norms, scaled, state.scratch)
+        state.grad.add_(state.scratch)
 
 
 def reshape_(wires: Wires, space: dict[str, Any], context: RunContext, done: int) -> bool:

@@ -178,10 +178,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def flatten_(model: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Move parameters and gradients of `model` into two flat vectors, (theta, grad), as views.
-
-    `theta.grad` is `grad`, so an optimizer over `[theta]` updates the model in one pass.
-    """
+    """Move parameters and gradients of `model` into two flat vectors, (theta, grad), as views."""
     parameters = list(trained_parameters(model).values())
     theta = torch.cat([p.detach().reshape(-1) for p in parameters])
     grad = torch.zeros_like(theta)
@@ -189,7 +186,6 @@ def flatten_(model: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
     for parameter, value, gradient in views:
         parameter.data = value
         parameter.grad = gradient
-    theta.grad = grad
     return theta, grad
 
 
@@ -200,13 +196,6 @@ def scale_(flat: Tensor, layout: Layout, factors: np.ndarray) -> None:
         flat.mul_(factor)
     else:
         torch._foreach_mul_(layout.views(flat), factor.tolist())
-
-
-def fill_(flat: Tensor, layout: Layout, values: np.ndarray) -> Tensor:
-    """Set each segment of `flat` to its value, and return it; `values` is float64 [segments]."""
-    for view, value in zip(layout.views(flat), values.tolist(), strict=True):
-        view.fill_(value)
-    return flat
 
 
 def bits_digest(flat: Tensor, spare: Tensor) -> int:

@@ -11,10 +11,11 @@ from prunex_mpi.comm.collectives import between_nodes, build_transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.cli import shown
 from prunex_mpi.config.resolve import ESTIMATED, flat_values, make, toml_key
+from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.loading import CPU, find_inputs
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.message import STATISTICS, message_bytes
-from prunex_mpi.core.problem import make_groups, make_model
+from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.schedule import quadratic_rounds, strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
 from prunex_mpi.core.sums import BLOCK, MOST_SUMMED, SUMMED, coded_bytes

@@ -24,8 +24,9 @@ from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models.dummy_input import dummy_input, evaluating, settle
 from prunex_mpi.models.inputs import Images
+from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.start import assemble_around, find_transport, log_warnings, places_of
-from prunex_mpi.run.supervision import check_exchange, driver_of, goes_behind_steps
+from prunex_mpi.run.supervision import check_exchange, goes_behind_steps
 from prunex_mpi.run.tuning import is_left_to_measure
 from prunex_mpi.settings.fields import CROSS_ENTROPY, OF_SECTION, SHARED, Settings, key_of
 from prunex_mpi.settings.values import AUTO
@@ -70,7 +71,7 @@ class Training:
         Collective on the communicator of the run: every rank must exhaust the iterator. Raises
         Diverged on every rank.
         """
-        yield from driver_of(self.context.settings).outer_iterations(self.topology, self.context)
+        yield from outer_iterations(self.topology, self.context)
 
     def normalised(self, images: Tensor) -> Tensor:
         """Return uint8 images [n, 3, S, S] as the model sees them, of its dtype, on the CPU."""

@@ -35,7 +35,7 @@ from prunex_mpi.comm.agreement import (
 from prunex_mpi.comm.collectives import allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.removal import fit_network, left_of
-from prunex_mpi.core.state import OWN, RunContext, remembered
+from prunex_mpi.core.state import OWN, RunContext
 from prunex_mpi.models.layout import bits_digest
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.snapshot import Numbers, Tensors, buffers_of, common_contents, put_common
@@ -195,7 +195,7 @@ def tensors_of(context: RunContext) -> dict[str, Tensor]:
     """Return what local steps change, and the duals that go with it."""
     state = context.state
     duals = {} if state.consensus_sgd else {"u": state.u, "v": state.v}
-    moments = remembered(state.optimizer, state.theta)
+    moments = state.optimizer.tensors()
     return {"theta": state.theta, **duals, **moments, **buffers_of(context.problem)}
 
 

@@ -29,8 +29,8 @@ from prunex_mpi.comm.collectives import Transport, allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.admm import update_rho2
+from prunex_mpi.core.broadcast import broadcast_tensor_
 from prunex_mpi.core.message import arrive_, sent_in
-from prunex_mpi.core.problem import broadcast_tensor_
 from prunex_mpi.core.schedule import recount_steps_, steps_with
 from prunex_mpi.core.state import (
     EACH,
@@ -44,7 +44,7 @@ from prunex_mpi.core.state import (
     begin_iteration,
     every_rank_sends,
     put_mask_back,
-    remembered,
+    put_position,
 )
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.data.text import WindowStream
@@ -74,7 +74,7 @@ def contents(topology: Topology, state: State, problem: Problem) -> tuple[Tensor
     tensors |= {"generator.torch": torch.get_rng_state()}
     if state.theta.device.type == "cuda":
         tensors["generator.cuda"] = torch.cuda.get_rng_state(state.theta.device)
-    tensors |= remembered(state.optimizer, state.theta)
+    tensors |= state.optimizer.tensors()
     if not state.consensus_sgd:
         tensors["u"] = state.u
         if topology.is_leader:
@@ -103,7 +103,7 @@ def common_contents(state: State, problem: Problem, complete: bool) -> tuple[Ten
     Where what was under way between the nodes is not `complete`, z is what it was before, and what
     was offered then is lost: it is in what is left over, which the helper thread writes.
     """
-    tensors = buffers_of(problem) | remembered(state.optimizer, state.theta)
+    tensors = buffers_of(problem) | state.optimizer.tensors()
     tensors |= state.memory | _agreed(state, problem)
     tensors["order"] = problem.train.order
     numbers = _numbers(state, problem.train, state.position)
@@ -262,7 +262,7 @@ def _expected(
     if first:
         keys.append("z")
     wanted = dict.fromkeys(keys, (tuple(state.theta.shape), state.theta.dtype))
-    for name, moment in remembered(state.optimizer, state.theta).items():
+    for name, moment in state.optimizer.tensors().items():
         wanted[name] = (tuple(moment.shape), moment.dtype)
     for key, buffer in buffers_of(problem).items():
         wanted[key] = (tuple(buffer.shape), buffer.dtype)
@@ -296,7 +296,7 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, context: Run
     else:
         bcast_(topology.node, state.v, transport)
     bcast_(topology.node, state.z_node, transport)
-    for name, moment in remembered(state.optimizer, state.theta).items():
+    for name, moment in state.optimizer.tensors().items():
         moment.copy_(tensors[name])
     for key, buffer in buffers_of(problem).items():
         buffer.copy_(tensors[key])
@@ -306,7 +306,7 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, context: Run
     if numbers["position"]["under_way"]:
         state.stats.copy_(tensors["stats"])
         _put_message(topology, tensors, state, transport)
-    _put_position(state.position, numbers["position"])
+    put_position(state.position, numbers["position"])
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(numbers["scaler"])
     stream = problem.train
@@ -330,7 +330,7 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
     """
     world, settings, transport = topology.world, context.settings, context.transport
     state, problem = context.state, context.problem
-    means = remembered(state.optimizer, state.theta)
+    means = state.optimizer.tensors()
     means |= {key: tensor for key, tensor in state.memory.items() if key.startswith(EACH)}
     # About 0, which float64 has the digits for.
     stats = torch.zeros_like(state.stats, dtype=torch.float64)
@@ -405,7 +405,7 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
         broadcast_tensor_(world, buffer.detach(), transport)
     batchnorm.as_plain_(state.bn_modules, stats.div_(given[0]), zero)
     batchnorm.write_plain(state.bn_modules, stats)
-    _put_position(state.position, place)
+    put_position(state.position, place)
     samples = problem.train.samples_among(ranks, common["order"])
     before = steps_with(settings, samples)
     recount_steps_(state.position, settings, before, problem.steps)
@@ -460,12 +460,3 @@ def _put_shared(
         world.Bcast(array, root=0)
     put_mask_back(state, np.unpackbits(bits, count=state.mask.size).astype(bool), frozen, retired)
     bcast_(world, state.z, transport)
-
-
-def _put_position(position: Position, values: dict[str, Any]) -> None:
-    """Set a position in place: the driver, and the wires it has made, hold on to its parts."""
-    for name, value in values.items():
-        if isinstance(value, dict) and not isinstance(getattr(position, name), dict):
-            _put_position(getattr(position, name), value)
-        else:
-            setattr(position, name, value)

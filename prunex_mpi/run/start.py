@@ -34,14 +34,16 @@ from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
+from prunex_mpi.core.grouping import choose_rules, make_groups
 from prunex_mpi.core.loading import CPU, find_inputs, load_dataset
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.muon import describe_muon
-from prunex_mpi.core.problem import build_problem, choose_rules, make_groups, make_model
+from prunex_mpi.core.problem import build_problem, make_model
 from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import RunContext, build_state
+from prunex_mpi.core.threads import set_threads
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.image_files import Known
 from prunex_mpi.data.text import TextSet
@@ -50,7 +52,6 @@ from prunex_mpi.diagnosis.devices import (
     keep_freed_memory,
     lone_singleton,
     resolve_mpi_buffers,
-    set_threads,
 )
 from prunex_mpi.diagnosis.facts import gather_facts, recorded_versions
 from prunex_mpi.diagnosis.findings import errors

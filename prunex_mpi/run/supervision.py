@@ -1,11 +1,9 @@
 """Iterate to the end: records, checkpoints when due, back after a divergence, out when asked."""
 
-import importlib
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,7 @@ from prunex_mpi.methods.exchanges import check_workers
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory, Tensorboard
 from prunex_mpi.run.kept import Kept, keep
+from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.pretrained import evaluate_initial
 from prunex_mpi.run.records import RankRecords, tracing, write_trace
 from prunex_mpi.settings.fields import Settings
@@ -208,7 +207,7 @@ def recorded(
     messages. Collective on `world`.
     """
     ranks = RankRecords(topology)
-    for record in driver_of(context.settings).outer_iterations(topology, context):
+    for record in outer_iterations(topology, context):
         context.heartbeat.enter("record")
         layers = record.pop("layers")
         status = record.pop("status")
@@ -223,11 +222,6 @@ def recorded(
         write_trace(topology.world, files, context)
         progress.update(record, context.state.position.steps_done, local_steps(context))
         yield {**record, "exchange": rank["exchange"]}, status
-
-
-def driver_of(settings: Settings) -> ModuleType:
-    """Return the module whose `outer_iterations` trains by the method of `settings`."""
-    return importlib.import_module(f"prunex_mpi.methods.{settings.method.driver}")
 
 
 def write_last_checkpoint(

@@ -19,7 +19,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.settings.fields import Settings, key_of, known_freeze
 from prunex_mpi.settings.values import AUTO
 
@@ -190,7 +190,7 @@ def trial_of(settings: Settings) -> Settings:
 def measure(topology: Topology, context: RunContext) -> tuple[Costs, Costs]:
     """Run the trial; return what things cost before and after the freeze. Collective on `world`."""
     context = replace(context, problem=replace(context.problem, test=None))
-    records = list(driver_of(context.settings).outer_iterations(topology, context))
+    records = list(outer_iterations(topology, context))
     rows = []
     for record in (records[MEASURED - 1], records[-1]):
         seconds = record["seconds"]

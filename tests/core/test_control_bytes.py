@@ -8,7 +8,7 @@ from nodes import nodes_of
 from small_runs import small_run
 
 from prunex_mpi.comm.agreement import alike_bytes
-from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.learn import outer_iterations
 
 pytestmark = pytest.mark.mpi
 
@@ -18,8 +18,7 @@ def test_losses_norms_and_digests_are_counted_apart(scenario):
     with nodes_of(1) as topology, small_run(topology, scenario) as context:
         world, leader = Counting(topology.world), Counting(topology.leader)
         counted = replace(topology, world=world, leader=leader)
-        driver = driver_of(context.settings)
-        records = list(driver.outer_iterations(counted, replace(context, stop=None)))
+        records = list(outer_iterations(counted, replace(context, stop=None)))
     told = [record["bytes"] for record in records]
     evaluated = sum(record["test_loss"] is not None for record in records)
     # Three float64: loss, those that are right, all.

@@ -46,7 +46,7 @@ from prunex_mpi.core.steps import finish_average_
 from prunex_mpi.data.batches import BatchStream, Look, Shard, evaluation_batches
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.learn import outer_iterations
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -353,7 +353,7 @@ def test_the_average_is_that_of_every_z_since_the_mask_changed(scenario, ranks_p
         watching = Watching(context)
         context = replace(context, stop=watching)
         changed, different = 0, False
-        for record in driver_of(context.settings).outer_iterations(topology, context):
+        for record in outer_iterations(topology, context):
             watching.note_record()
             changed += record["iteration"] > 1 and record["mask_drift"] > 0
             memory = context.state.memory
@@ -384,7 +384,7 @@ def test_training_does_not_notice(scenario):
         with nodes_of(2) as topology, small_run(topology, base, **changes) as context:
             losses = [
                 [record["train_loss"], record["density"]]
-                for record in driver_of(context.settings).outer_iterations(topology, context)
+                for record in outer_iterations(topology, context)
             ]
             state = context.state
             vectors = (state.theta, state.z, state.z_node, state.u, state.v)
@@ -405,7 +405,7 @@ def test_what_is_judged_and_delivered_is_the_average(scenario):
         # Before the first outer iteration there is nothing but the weights that it begins with.
         assert evaluate(topology, context) == judge(topology, context, test)
         recalibrates = scenario in ("recipe", "diloco", "sparseloco")
-        for record in driver_of(context.settings).outer_iterations(topology, context):
+        for record in outer_iterations(topology, context):
             average, statistics = state.memory[EMA].clone(), state.memory[EMA_STATS].clone()
             last = [t.clone() for t in (state.z, *context.problem.model.buffers())]
             of_z = judge(topology, context, test)
@@ -437,7 +437,7 @@ def test_statistics_of_a_support_that_stays_are_estimated_on_the_average():
     """Where z's are for good at the freeze, on a mask that was the same before."""
     changes = settings_of("recipe", freeze_iteration=6, keep_ratio=(1.0,))
     with nodes_of(1) as topology, small_run(topology, "recipe", **changes) as context:
-        records = list(driver_of(context.settings).outer_iterations(topology, context))
+        records = list(outer_iterations(topology, context))
         assert records[-1]["frozen"] and records[-1]["mask_drift"] == 0
         with ema_of(context.state), statistics_of_z(topology, context):
             assert torch.equal(statistics_now(context), context.state.memory[EMA_STATS])
@@ -450,7 +450,7 @@ def test_the_best_is_the_best_average(scenario):
     changes = settings_of(scenario, val_split=0.25, train_samples=80)
     averages: dict[int, Tensor] = {}
     with nodes_of(2) as topology, small_run(topology, scenario, **changes) as context:
-        for record in driver_of(context.settings).outer_iterations(topology, context):
+        for record in outer_iterations(topology, context):
             averages[record["iteration"]] = context.state.memory[EMA].clone()
         best = int(context.state.position.best[0])
         assert torch.equal(context.state.memory[BEST], averages[best])
@@ -498,7 +498,7 @@ def test_a_run_writes_the_average_also_where_it_was_interrupted(monkeypatch):
 
 def test_an_average_of_what_is_not_finite_is_forgotten_with_it():
     with nodes_of(1) as topology, small_run(topology, "dense", **RUN) as context:
-        iterations = driver_of(context.settings).outer_iterations(topology, context)
+        iterations = outer_iterations(topology, context)
         next(iterations)
         context.state.memory[EMA].fill_(np.nan)
         context.state.memory[EMA_COUNT].zero_()

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.message import VELOCITY, outer_memory, outer_step_
-from prunex_mpi.core.state import build_optimizer, forget_momentum_, remembered
+from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
+from prunex_mpi.core.state import forget_momentum_
 from prunex_mpi.methods.local_sgd import FEWEST_KEPT, advice
+from prunex_mpi.models.layout import build_layout
 
 
 def step_towards(z, mean, memory, settings, k=1):
@@ -63,31 +66,35 @@ def test_what_is_known_to_go_wrong_is_said():
         assert advice(make(**changes), 9, steady=False) == []
 
 
+def adamw_over(gradient: list[float], **settings: object) -> tuple[OptimizerMemory, nn.Parameter]:
+    """Return the memory of AdamW over as many ones, and these, with a gradient."""
+    model = nn.Linear(len(gradient), 1, bias=False)
+    nn.init.ones_(model.weight)
+    model.weight.grad = torch.tensor([gradient])
+    layout = build_layout(model)
+    built = build_optimizer(make(method="diloco", optimizer="adamw", **settings), model, layout)
+    return OptimizerMemory(built, model, layout), model.weight
+
+
 def test_reset_forgets_the_first_moment_of_adamw_alone():
-    theta = torch.ones(3)
-    theta.grad = torch.full((3,), 0.5)
-    settings = make(method="diloco", optimizer="adamw", lr=0.1, weight_decay=0.01)
-    optimizer = build_optimizer(theta, settings, None, None)
-    optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
-    optimizer.step()
+    memory, theta = adamw_over([0.5, 0.5, 0.5], lr=0.1)
+    memory.set_decay_(0.01)
+    memory.optimizer.step()
     # The first step is the rate, whatever the gradient; the decay is decoupled.
-    torch.testing.assert_close(theta, torch.full((3,), 1 - 0.1 * 0.01 - 0.1))
-    forget_momentum_(SimpleNamespace(optimizer=optimizer, theta=theta))
-    kept = optimizer.state[theta]
+    torch.testing.assert_close(theta.detach(), torch.full((1, 3), 1 - 0.1 * 0.01 - 0.1))
+    forget_momentum_(SimpleNamespace(optimizer=memory))
+    kept = memory.optimizer.state[theta]
     assert not kept["exp_avg"].any()
     assert kept["exp_avg_sq"].all()
     assert kept["step"] == 1
 
 
 def test_a_step_that_overflows_leaves_adamw_as_it_was():
-    theta = torch.ones(2)
-    theta.grad = torch.tensor([1.0, float("inf")])
-    settings = make(method="diloco", optimizer="adamw", lr=0.1)
-    optimizer = build_optimizer(theta, settings, None, None)
+    memory, theta = adamw_over([1.0, float("inf")], lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
+    scaler.unscale_(memory.optimizer)
+    scaler.step(memory.optimizer)
     scaler.update()
-    assert theta.tolist() == [1, 1]
-    assert not any(part.any() for part in remembered(optimizer, theta).values())
+    assert theta.tolist() == [[1, 1]]
+    assert not any(part.any() for part in memory.tensors().values())

@@ -13,7 +13,7 @@ from torch import nn
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.muon import describe_muon, hidden_matrices, orthogonalise
-from prunex_mpi.core.state import build_optimizer, remembered
+from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
 from prunex_mpi.models.layout import build_layout, flatten_
 
 
@@ -51,9 +51,10 @@ def test_steps_are_those_of_torchs_optimizers(monkeypatch: pytest.MonkeyPatch) -
     other = copy.deepcopy(model)
     settings = make(optimizer="muon", lr=0.01, weight_decay=0.1, beta2=0.99)
     layout = build_layout(model)
-    theta, _ = flatten_(model, layout)
-    mine = build_optimizer(theta, settings, model, layout)
-    mine.param_groups[0]["weight_decay"] = settings.weight_decay
+    flatten_(model, layout)
+    mine = build_optimizer(settings, model, layout)
+    memory = OptimizerMemory(mine, model, layout)
+    memory.set_decay_(settings.weight_decay)
     chosen = {segment.name for segment in hidden_matrices(model, layout)}
     parameters = dict(other.named_parameters())
     matrices = {n: nn.Parameter(parameters[n].detach().flatten(1)) for n in chosen}
@@ -83,9 +84,8 @@ def test_steps_are_those_of_torchs_optimizers(monkeypatch: pytest.MonkeyPatch) -
             parameters[name].data.copy_(matrix.detach().view(parameters[name].shape))
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
-    kept = remembered(mine, theta)
-    assert set(kept) == {"momentum", "second_moment", "steps_taken"}
-    assert int(kept["steps_taken"]) == 3
+    assert set(memory.moments) == {"exp_avg", "exp_avg_sq"}
+    assert int(memory.numbers["step"].max()) == 3
 
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6), (7, 7)], ids=str)

@@ -10,7 +10,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core import problem
+from prunex_mpi.core import broadcast
 from prunex_mpi.core.loading import load_dataset
 from prunex_mpi.core.problem import build_problem
 
@@ -50,13 +50,13 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(alike, monkeypatch):
         model[1].running_mean[2] = float(WORLD.rank == 0)
     before = [t.clone() for t in model.state_dict().values()]
     sent = []
-    real = problem.bcast_
+    real = broadcast.bcast_
 
     def bcast(*operands: object) -> None:
         sent.append(1)
         real(*operands)
 
-    monkeypatch.setattr(problem, "bcast_", bcast)
+    monkeypatch.setattr(broadcast, "bcast_", bcast)
     transport = build_transport(CPU, 1.0, "host")
     with nodes_of(2) as topology:
         dataset = load_dataset(topology, settings)

@@ -18,7 +18,7 @@ from torchvision.models import VisionTransformer
 from prunex_mpi import export
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.problem import choose_rules
+from prunex_mpi.core.grouping import choose_rules
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.slim import CallsCorrected
@@ -71,7 +71,7 @@ def run(settings, ranks_per_node, make_model):
         stream = RandomStream(WORLD.rank, torch.float64)
         model = make_model().double()
         for record, state in run_driver(topology, settings, model, stream):
-            momentum = next(iter(state.optimizer.state[state.theta].values()))
+            momentum = state.optimizer.first_moment
             statistics = torch.empty_like(state.stats)
             batchnorm.read_plain_(state.bn_modules, statistics)
             kept = state.stats_kept

@@ -135,7 +135,7 @@ def work_of(settings, steps, done=0, iteration=1):
     position = Position(iteration=iteration, steps_done=done)
     return SimpleNamespace(
         settings=settings,
-        problem=SimpleNamespace(steps=steps, test=(), lr_scale=1.0),
+        problem=SimpleNamespace(steps=steps, test=(), lr_scale=1.0, rate=None),
         state=SimpleNamespace(position=position, frozen=False, mask=None),
         heartbeat=SimpleNamespace(),
     )

@@ -30,17 +30,17 @@ def test_a_skipped_first_step_leaves_no_momentum():
     before = state.theta.clone()
     state.scaler.scale(torch.zeros(()))
     state.grad.fill_(float("inf"))
-    state.scaler.unscale_(state.optimizer)
-    state.scaler.step(state.optimizer)
+    state.scaler.unscale_(state.optimizer.optimizer)
+    state.scaler.step(state.optimizer.optimizer)
     state.scaler.update()
     assert torch.equal(state.theta, before)
-    assert torch.all(state.optimizer.state[state.theta]["momentum_buffer"] == 0)
+    assert torch.all(state.optimizer.first_moment == 0)
 
 
 @pytest.mark.parametrize("consensus_sgd", [True, False])
 def test_freezing_masks_what_lives_on(consensus_sgd):
     state = make_state()
-    momentum = state.optimizer.state[state.theta]["momentum_buffer"]
+    momentum = state.optimizer.first_moment
     for flat in (state.theta, momentum, state.u, state.v):
         flat.fill_(1.0)
     adopt_half(state)

@@ -15,8 +15,9 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.problem import lr_scale_of
-from prunex_mpi.core.steps import averaging, clip_, forward_backward
+from prunex_mpi.core.steps import averaging, begin_step_, clip_
 from prunex_mpi.data.transforms import Mixing, mix
+from prunex_mpi.run.learn import learn
 
 BATCH, CLASSES, SIDE = 8, 5, 6
 
@@ -33,6 +34,12 @@ class Batches:
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.images, self.labels
+
+
+def forward_backward(context, averager):
+    """Leave the gradient of the next batch in `grad`; return its loss."""
+    begin_step_(context.state)
+    return learn(context, averager)
 
 
 def plain_net() -> nn.Module:

@@ -18,7 +18,7 @@ from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire, find_wires
-from prunex_mpi.core.problem import make_groups
+from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Problem, RunContext, build_state
 from prunex_mpi.data.batches import Shard
@@ -26,7 +26,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import layer_masks
-from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.learn import outer_iterations
 
 CPU = torch.device("cpu")
 SMALL_BUCKETS = build_transport(DEVICE, 2**-10, BUFFERS)
@@ -42,7 +42,7 @@ def run_driver(topology, settings, model, stream, steps=STEPS):
     stream.steps_per_epoch = STEPS_PER_EPOCH
     with exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind:
         context = replace(make_context(settings, model, stream, steps=steps), behind=behind)
-        for record in driver_of(settings).outer_iterations(topology, context):
+        for record in outer_iterations(topology, context):
             yield record, context.state
 
 

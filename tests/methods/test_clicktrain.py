@@ -19,8 +19,7 @@ from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.problem import make_groups
-from prunex_mpi.core.state import momentum_of
+from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 
@@ -61,7 +60,7 @@ def test_program_equals_oracle(aggregation, ranks_per_node):
                 assert torch.equal(mask, expected.kept[name]), name
             # Of 32, 8 and 96 kernels a quarter, 4 of 9 weights of each of the 3x3.
             assert record["density"] == (8 * 4 + 2 * 4 + 24) / (32 * 9 + 8 * 9 + 96)
-            momentum = by_name(momentum_of(state.optimizer, state.theta), state)
+            momentum = by_name(state.optimizer.first_moment, state)
             assert not any(momentum[name][~mask].any() for name, mask in kept.items())
     assert record["status"] == "completed"
     # Without the penalty other weights are reached.

@@ -14,7 +14,7 @@ from prunex_mpi.core.state import EACH, OWN, SHARED
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.learn import outer_iterations
 
 
 def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def test_parameters_without_elements_do_no_harm(method):
     changes |= {"model": f"odd_models:{kind}_empty_parameters", "outer_iterations": 2}
     with nodes_of(1) as topology, small_run(topology, "dense", method=method, **changes) as context:
         before = context.state.theta.clone()
-        for _ in driver_of(context.settings).outer_iterations(topology, context):
+        for _ in outer_iterations(topology, context):
             pass
         assert torch.isfinite(context.state.theta).all()
         assert not torch.equal(
@@ -66,7 +66,7 @@ def test_grasp_takes_several_outputs_as_training_does():
     both = {"model": "odd_models:more_while_training", "loss": "odd_models:loss_of_both"}
     grasp = {"pactrain_score": "grasp", "pactrain_prune_iteration": 1, "train_samples": 400}
     with nodes_of(1) as topology, small_run(topology, "pactrain", **both, **grasp) as context:
-        for _ in driver_of(context.settings).outer_iterations(topology, context):
+        for _ in outer_iterations(topology, context):
             pass
         assert context.state.frozen
 

@@ -26,10 +26,11 @@ from mpi4py import MPI
 from prunex_mpi.comm.agreement import DIGEST_BYTES
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.config.resolve import make, with_overrides
-from prunex_mpi.core.state import REST, momentum_of
-from prunex_mpi.methods.hsadmm import intra_node_consensus, outer_iterations
+from prunex_mpi.core.state import REST
+from prunex_mpi.methods.hsadmm import intra_node_consensus
 from prunex_mpi.pruning.compaction import unpack_
 from prunex_mpi.pruning.masks import apply_factors_
+from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.settings.fields import PAYLOADS
 
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}
@@ -532,7 +533,7 @@ def test_ranks_of_a_node_that_differ_go_on_from_their_leaders_variables():
         expected = intra_node_consensus(node, state, settings).clone()
         statistics = 8 * state.stats.numel() if topology.node_size > 1 else 0
         assert node.traffic.intra == statistics
-        momentum = momentum_of(state.optimizer, state.theta).fill_(topology.node.rank)
+        momentum = state.optimizer.first_moment.fill_(topology.node.rank)
         if topology.node.rank == topology.node_size - 1 and topology.node_size > 1:
             state.theta[5] = torch.nextafter(state.theta[5], torch.tensor(9.0).double())
         found = intra_node_consensus(node, state, settings)

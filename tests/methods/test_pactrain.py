@@ -99,7 +99,7 @@ def test_program_equals_masked_sgd(aggregation, ranks_per_node, changes):
             masks = expected.memory.get("masks", {})
             for name, gone in pruned.items():
                 assert torch.equal(~gone, masks.get(name, torch.ones_like(gone))), name
-            momentum = state.optimizer.state[state.theta]["momentum_buffer"]
+            momentum = state.optimizer.first_moment
             assert not momentum[state.memory[PRUNED]].any()
             kept = sum(int(mask.sum()) for mask in masks.values())
             weights = sum(mask.numel() for mask in masks.values())

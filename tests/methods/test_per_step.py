@@ -28,9 +28,8 @@ from torch import nn
 from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.logs import log
 from prunex_mpi.config.resolve import BY_NAME, make
-from prunex_mpi.core.state import remembered
 from prunex_mpi.methods import declared, exchanges
-from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.learn import outer_iterations
 
 pytestmark = pytest.mark.mpi
 
@@ -335,7 +334,7 @@ def test_ranks_whose_weights_differ_go_on_from_those_of_the_first(
             if record["iteration"] == 2 and last:
                 state.theta.mul_(1 + 1e-6)
     assert state.memory["shared.kept"].all()
-    for tensor in (state.theta, state.z, *remembered(state.optimizer, state.theta).values()):
+    for tensor in (state.theta, state.z, *state.optimizer.tensors().values()):
         assert_alike_on_all_ranks(tensor)
     # A digest where it is evaluated; then what has come over.
     assert control[1] - control[0] == 16 * (WORLD.size > 1)
@@ -357,4 +356,4 @@ def test_a_gradient_beyond_float16_is_named_with_the_method_that_can_send_it():
         stream.steps_per_epoch = STEPS_PER_EPOCH
         context = make_context(settings, model, stream, loss=loss)
         with pytest.raises(Diverged, match=r"beyond 65504, the largest that float16 holds: .*bf16"):
-            list(driver_of(settings).outer_iterations(topology, context))
+            list(outer_iterations(topology, context))

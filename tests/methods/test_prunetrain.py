@@ -15,7 +15,7 @@ from reference_prunetrain import simulate_prunetrain, without_dead
 from torchvision.models import VisionTransformer
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.problem import make_groups
+from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.removal import remove_
 from prunex_mpi.core.state import build_state
 from prunex_mpi.models.build import build_model
@@ -54,7 +54,7 @@ def test_program_equals_oracle(aggregation, ranks_per_node):
     with nodes_of(ranks_per_node) as topology:
         runs = run_driver(topology, settings, model, RandomStream(WORLD.rank, torch.float64))
         for (record, state), expected in zip(runs, history, strict=True):
-            momentum = state.optimizer.state[state.theta]["momentum_buffer"]
+            momentum = state.optimizer.first_moment
             dead = expected.dead
             for flat, reference in (
                 *((flat, expected.z) for flat in (state.theta, state.z, state.z_node)),
@@ -129,11 +129,11 @@ def test_a_smaller_network_goes_on_like_the_masked_one(network):
     for one in (masked, model):
         layout = build_layout(one)
         state = build_state(one, layout, make_groups(settings, one, layout, Images(SIDE)), settings)
-        state.optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
+        state.optimizer.set_decay_(settings.weight_decay)
         # Momentum from three steps.
         for _ in range(3):
             step(state, one, images, labels)
-            state.optimizer.step()
+            state.optimizer.optimizer.step()
         states.append(state)
     whole, small = states
     removed = np.zeros(coupling.total, dtype=bool)
@@ -155,12 +155,12 @@ def test_a_smaller_network_goes_on_like_the_masked_one(network):
                 more[s.start] = removed[s.start] = False
         before = small.layout.numel
         remove_(small, model, more, settings)
-        small.optimizer.param_groups[0]["weight_decay"] = settings.weight_decay
+        small.optimizer.set_decay_(settings.weight_decay)
         assert small.layout.numel < before
         assert np.array_equal(small.mask, ~removed)
         with torch.no_grad():
             mask_(masked, coupling, removed)
-            mask_flat_(whole.optimizer.state[whole.theta]["momentum_buffer"])
+            mask_flat_(whole.optimizer.first_moment)
             for one in (masked, model):
                 one.eval()
             wanted = masked(images)
@@ -169,10 +169,10 @@ def test_a_smaller_network_goes_on_like_the_masked_one(network):
         for _ in range(2):
             losses = [step(s, m, images, labels) for s, m in ((whole, masked), (small, model))]
             torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
-            small.optimizer.step()
+            small.optimizer.optimizer.step()
             # Nothing of what is removed moves.
             mask_flat_(whole.grad)
-            whole.optimizer.step()
+            whole.optimizer.optimizer.step()
         smallest = without(by_name(whole.theta, whole), coupling, removed)
         assert difference(by_name(small.theta, small), smallest) < 1e-12
     if network == "transformer":

@@ -13,7 +13,6 @@ from prunex_mpi.models.layout import (
     Layout,
     bits_digest,
     build_layout,
-    fill_,
     flatten_,
     scale_,
     squared_distances,
@@ -114,7 +113,6 @@ def test_model_computes_and_differentiates_in_the_flat_vectors(dtype):
     layout = build_layout(model)
     theta, grad = flatten_(model, layout)
     assert theta.dtype == grad.dtype == dtype
-    assert theta.grad is grad
     assert torch.equal(grad, torch.zeros_like(grad))
     assert torch.equal(model(x), before)
 
@@ -174,7 +172,7 @@ def test_tiles_cover_every_segment_once(length, monkeypatch):
 
 
 @pytest.mark.parametrize("length", [1, 3, 10, 2**16])
-def test_fill_and_squared_distances_go_segment_by_segment(length, monkeypatch):
+def test_squared_distances_go_segment_by_segment(length, monkeypatch):
     monkeypatch.setattr(layouts, "CPU_TILE", length)
     layout, flat = tied_vector()
     numbers = flat.numpy()
@@ -182,11 +180,6 @@ def test_fill_and_squared_distances_go_segment_by_segment(length, monkeypatch):
     distances = squared_distances(3 * flat, flat, layout)
     assert distances.dtype == np.float64
     np.testing.assert_allclose(distances, 4 * np.array(expected), rtol=1e-14)
-
-    values = np.array([4.0, -2.0, 0.25])
-    fill_(flat, layout, values)
-    for view, value in zip(layout.views(flat), values, strict=True):
-        assert torch.all(view == value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

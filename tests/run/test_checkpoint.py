@@ -32,8 +32,9 @@ from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agree
 from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema
+from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.loading import load_dataset
-from prunex_mpi.core.problem import build_problem, make_groups
+from prunex_mpi.core.problem import build_problem
 from prunex_mpi.core.scores import SENSITIVITY, memory_of_scores
 from prunex_mpi.core.state import (
     CODED,
@@ -45,7 +46,6 @@ from prunex_mpi.core.state import (
     RunContext,
     State,
     build_state,
-    remembered,
 )
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import memory_of
@@ -55,8 +55,9 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.snapshot import contents, misfit, put_common
-from prunex_mpi.run.supervision import Checkpoints, driver_of, write_checkpoint
+from prunex_mpi.run.supervision import Checkpoints, write_checkpoint
 from prunex_mpi.settings.fields import Settings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -267,7 +268,7 @@ class Run:
 
     def iterate(self, stop: StopAgreement | None = None) -> Iterator[dict]:
         context = replace(self.context, stop=stop)
-        for record in driver_of(self.settings).outer_iterations(self.topology, context):
+        for record in outer_iterations(self.topology, context):
             yield repeatable(record)
 
     def save(self, files: RunDirectory | None) -> None:
@@ -322,7 +323,7 @@ def vectors(run: Run) -> dict[str, torch.Tensor]:
     """Return copies of all that a run computes with."""
     state = run.state
     found = {name: getattr(state, name) for name in ("theta", "u", "v", "z_node", "z")}
-    found |= remembered(state.optimizer, state.theta)
+    found |= state.optimizer.tensors()
     found |= state.memory
     if run.settings.method.name in WORKERS_SHARE and not run.topology.is_leader:
         # Followers have no use for what the workers share.
@@ -606,7 +607,7 @@ def test_other_nodes_take_over_what_is_common(scenario, before, after):
             list(first.iterate(StopsAt(10)))
             first.save(files)
             old, sizes = vectors(first), topology.node_sizes
-        momentum = old["momentum"].numpy()
+        momentum = old["momentum_buffer"].numpy()
         WORLD.Allreduce(momentum.copy(), momentum)
         with nodes_of(after) as topology:
             if topology.node_sizes == sizes:
@@ -623,7 +624,7 @@ def test_other_nodes_take_over_what_is_common(scenario, before, after):
             assert not new["u"].any()
             assert not new["v"].any()
             mean = torch.from_numpy(momentum / WORLD.size)
-            torch.testing.assert_close(new["momentum"], mean, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(new["momentum_buffer"], mean, rtol=1e-12, atol=1e-12)
             assert (second.state.position.iteration, second.state.position.step) == (4, 0)
             assert not second.state.position.apart
             records = list(second.iterate())
@@ -783,14 +784,14 @@ def test_the_moments_of_adamw_go_to_other_nodes_as_means():
             first = new_run(topology, "diloco adamw", torch.float64)
             list(first.iterate(StopsAt(10)))
             first.save(files)
-        old = remembered(first.state.optimizer, first.state.theta)
-        assert old["steps_taken"] == 10
+        old = first.state.optimizer.tensors()
+        assert (old["step"] == 10).all()
         with nodes_of(WORLD.size) as topology:
             second = new_run(topology, "diloco adamw", torch.float64)
             assert second.restore(files).other_nodes
-            new = remembered(second.state.optimizer, second.state.theta)
-            assert new["steps_taken"] == 10
-            for name in ("momentum", "second_moment"):
+            new = second.state.optimizer.tensors()
+            assert (new["step"] == 10).all()
+            for name in ("exp_avg", "exp_avg_sq"):
                 total = np.empty_like(old[name].numpy())
                 WORLD.Allreduce(old[name].numpy(), total)
                 np.testing.assert_allclose(new[name], total / WORLD.size, rtol=1e-12, atol=1e-15)
@@ -933,7 +934,7 @@ def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario, once):
             path = files.path / "checkpoints" / checkpoint_files.valid_names(files.path)[0]
             with safe_open(checkpoint_files.rank_file(path, rank), framework="pt") as file:
                 keys, numbers = set(file.keys()), json.loads(file.metadata()["numbers"])
-            alike = {"theta", "u", "momentum"}
+            alike = {"theta", "u", "momentum_buffer"}
             follows = rank % 2 == 1
             assert ("as_leader" in numbers) == follows
             assert keys >= {"order", "generator.data"}

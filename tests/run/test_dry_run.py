@@ -17,8 +17,8 @@ from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.run.dry_run import differing_settings, dry_run, forecast
+from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.start import set_up
-from prunex_mpi.run.supervision import driver_of
 from prunex_mpi.settings.fields import PAYLOADS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -130,7 +130,7 @@ def test_bytes_are_those_that_a_run_counts(changes):
     with nodes_of(1) as topology:
         text = forecast(settings, topology, NOTHING_KNOWN)
         context = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
-        records = list(driver_of(settings).outer_iterations(topology, context))
+        records = list(outer_iterations(topology, context))
     if WORLD.size == 1:
         # One node has nobody to save bytes for.
         return
@@ -162,7 +162,7 @@ def test_what_leaves_a_rack_is_told_before():
     with nodes_of(1, settings.rack_of) as topology:
         text = forecast(settings, topology, NOTHING_KNOWN)
         context = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
-        *_, record = driver_of(settings).outer_iterations(topology, context)
+        *_, record = outer_iterations(topology, context)
         sizes = list(topology.racks.sizes)
     assert f"racks of {sizes} nodes" in text
     told = re.search(r"sent by a rack per outer iteration +([\d,]+) B", text)[1]

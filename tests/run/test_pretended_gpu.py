@@ -10,8 +10,8 @@ from small_runs import PRUNING, SCENARIOS, small_run
 
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.run.delivery import save_model
+from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.snapshot import contents, put_all, put_common
-from prunex_mpi.run.supervision import driver_of
 
 pytestmark = [
     pytest.mark.mpi,
@@ -49,7 +49,7 @@ def run_there(scenario: str, changes: dict) -> dict[str, int]:
     with pretended_gpu() as waits, nodes_of(1) as topology:
         place = GPU, build_transport(GPU, 2**-10, "host")
         with small_run(topology, scenario, place=place, **changes) as context:
-            records = list(driver_of(context.settings).outer_iterations(topology, context))
+            records = list(outer_iterations(topology, context))
             assert len(records) == context.settings.outer_iterations
             trained = dict(waits)
             kept = contents(topology, context.state, context.problem)

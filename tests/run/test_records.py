@@ -15,8 +15,8 @@ from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.run import records
+from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.records import RankRecords
-from prunex_mpi.run.supervision import driver_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -42,7 +42,7 @@ def drive(
     """Yield the driver's record and the row of ranks.jsonl of each outer iteration."""
     rows = RankRecords(topology)
     with small_run(topology, scenario, heartbeat, **changes) as context:
-        for record in driver_of(context.settings).outer_iterations(topology, context):
+        for record in outer_iterations(topology, context):
             yield record, rows.gather(record["iteration"], record["rank"])
 
 

@@ -23,8 +23,8 @@ from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods import pactrain_samples
 from prunex_mpi.methods.pactrain_samples import batches_to_score
 from prunex_mpi.run import checkpoint_files
+from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.pretrained import INITIAL
-from prunex_mpi.run.supervision import driver_of
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
 FILES = ["--dataset", "imagefolder"]
@@ -171,7 +171,7 @@ def test_an_image_that_one_rank_cannot_read_ends_all(files, scenario):
             # Of its second batch, in the middle of an outer iteration.
             place = int(images.places[context.problem.train.order[5]])
             damage(Path(images.files.name(place)))
-        list(driver_of(context.settings).outer_iterations(topology, context))
+        list(outer_iterations(topology, context))
     assert caught.value.exit_code == UNREADABLE
     assert "cannot read image" in str(caught.value)
     assert context.state.position.iteration == 1
@@ -192,7 +192,7 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
             return real(context, part)
 
         monkeypatch.setattr(steps, "forward", forward)
-        assert list(driver_of(context.settings).outer_iterations(topology, context)) == []
+        assert list(outer_iterations(topology, context)) == []
         assert context.stop.reason == "an error on some rank"
 
 
@@ -218,7 +218,7 @@ def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(files, monk
         changes = {**files, **GREY, "data_mode": mode}
         changes |= {"pactrain_score": "grasp", "keep_ratio": (0.1,)}
         with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as context:
-            list(driver_of(context.settings).outer_iterations(topology, context))
+            list(outer_iterations(topology, context))
             found.append(context.state.z.clone())
     assert torch.equal(*found)
     with nodes_of(2) as topology, small_run(topology, "pactrain", **changes) as context:

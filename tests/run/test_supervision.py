@@ -140,8 +140,8 @@ def test_a_run_is_not_left_with_what_has_diverged(tmp_path, monkeypatch, capfd):
     """Asked to leave in the steps that diverge, it ends as it would have."""
     real, left = hsadmm.step_optimizer_, [1]
 
-    def step(context, decayed=None) -> None:
-        real(context, decayed)
+    def step(context) -> None:
+        real(context)
         position = context.state.position
         if left[0] and (position.iteration, position.step) == (3, 0):
             left[0] = 0

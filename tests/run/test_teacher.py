@@ -13,9 +13,9 @@ from small_runs import COMMON, DRIVERS, small_run
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make, to_toml
-from prunex_mpi.core.steps import forward, next_batch
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
+from prunex_mpi.run.learn import forward, next_batch
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 MODEL = "resnet8-w4"

@@ -17,7 +17,7 @@ from prunex_mpi.core import evaluation
 from prunex_mpi.core.evaluation import BEST, Judged, best_of, is_better, stage_of
 from prunex_mpi.core.metrics import density
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.run.supervision import driver_of
+from prunex_mpi.run.learn import outer_iterations
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 NEVER = {"freeze_iteration": 0, "freeze_drift": -1.0}
@@ -46,7 +46,7 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
     name = "recipe" if scenario in UNFROZEN else scenario
     with nodes_of(2) as topology, small_run(topology, name, **changes) as context:
         settings = context.settings
-        for record in driver_of(context.settings).outer_iterations(topology, context):
+        for record in outer_iterations(topology, context):
             assert record["test_accuracy"] is None
             if record["val_accuracy"] is not None:
                 stage = stage_of(settings, record["iteration"], context.state.frozen)

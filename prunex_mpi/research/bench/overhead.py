@@ -5,8 +5,8 @@ from typing import Any
 from prunex_mpi.base.record_keys import CONSENSUS_PHASES
 from prunex_mpi.base.tables import Table
 from prunex_mpi.config.resolve import with_overrides
-from prunex_mpi.methods import hsadmm
 from prunex_mpi.research.bench.workbench import Bench
+from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.start import set_up
 
 AIM_PERCENT = 5.0
@@ -71,4 +71,4 @@ def train(bench: Bench, model_name: str) -> list[dict[str, Any]]:
         evaluate_every=2 + 2 * MEASURED,
     )
     context = set_up(bench.topology, settings, bench.device, bench.transport, bench.heartbeat)
-    return list(hsadmm.outer_iterations(bench.topology, context))
+    return list(outer_iterations(bench.topology, context))

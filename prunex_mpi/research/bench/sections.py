@@ -13,7 +13,8 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, as_json, format_table
 from prunex_mpi.comm.agreement import run_collectively, run_on_first
 from prunex_mpi.config.resolve import with_overrides
-from prunex_mpi.core.problem import make_groups, make_model
+from prunex_mpi.core.grouping import make_groups
+from prunex_mpi.core.problem import make_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.bench import (

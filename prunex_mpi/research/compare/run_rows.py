@@ -33,8 +33,9 @@ from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.config.resolve import FIELDS, to_toml
 from prunex_mpi.core.evaluation import Judged, delivered
+from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.loading import load_dataset
-from prunex_mpi.core.problem import make_groups, make_model
+from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.schedule import pruning_ends, steps_with, total_steps
 from prunex_mpi.core.state import RunContext, State, every_rank_sends, weights
 from prunex_mpi.data.batches import Shard

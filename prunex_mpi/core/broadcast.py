@@ -1,0 +1,23 @@
+"""Make rank 0's tensors everyone's."""
+
+import torch
+from torch import Tensor, nn
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.collectives import Transport, bcast_
+
+
+def broadcast_weights_(world: MPI.Comm, model: nn.Module, transport: Transport) -> None:
+    """Make rank 0's parameters and buffers everyone's. Collective on `world`."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        broadcast_tensor_(world, tensor.detach(), transport)
+
+
+def broadcast_tensor_(world: MPI.Comm, tensor: Tensor, transport: Transport) -> None:
+    """Make rank 0's values of a tensor, of any dtype, everyone's. Collective on `world`."""
+    # A copy: the memory may be out of order, as in a model that is channels_last itself. Bytes,
+    # since counters travel as well.
+    flat = tensor.reshape(-1).clone()
+    bcast_(world, flat.view(torch.uint8), transport)
+    tensor.copy_(flat.view(tensor.shape))

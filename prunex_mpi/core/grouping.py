@@ -1,0 +1,71 @@
+"""Find the groups that a method prunes in a model, and the rules by which they can be taken out."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.models.dummy_input import find_ends
+from prunex_mpi.models.inputs import Inputs
+from prunex_mpi.models.layout import Layout
+from prunex_mpi.pruning.coupling import PLAIN
+from prunex_mpi.pruning.groups import INSTEAD, Groups, find_groups
+from prunex_mpi.pruning.projection import with_budget
+from prunex_mpi.pruning.rules import Rules, find_coupling_by, find_rules, training_failure
+from prunex_mpi.settings.fields import Settings, layer_keep_ratios
+
+
+def choose_rules(settings: Settings, model: nn.Module, inputs: Inputs) -> Rules:
+    """Try by which rules coupled groups can be taken out of `model`, on the CPU; if need be."""
+    removing = settings.method.removes
+    if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
+        return Rules()
+    rules = find_rules(model, inputs, Rules(plain=PLAIN if removing else frozenset()))
+    if settings.remove_dropped or removing:
+        reason = training_failure(model, find_coupling_by(model, inputs, rules), inputs)
+        what, instead = "remove-dropped", "leave remove-dropped away"
+        if removing:
+            what, instead = f"method {settings.method.name}", "choose another method"
+        if reason:
+            raise UserError(
+                f"{what}: a smaller network could not be trained, since the model reads channels "
+                f"in training alone ({reason}); {instead}"
+            )
+    return rules
+
+
+def make_groups(
+    settings: Settings,
+    model: nn.Module,
+    layout: Layout,
+    inputs: Inputs,
+    rules: Rules | None = None,
+) -> Groups:
+    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
+
+    `rules` are those of `choose_rules`, which are chosen here without.
+    """
+    kinds = settings.method.own_groups or settings.groups
+    if not (settings.method.removes or settings.method.keeps_by_layer):
+        return Groups((), (), 0, ())
+    if rules is None:
+        rules = choose_rules(settings, model, inputs)
+    if settings.method.removes:
+        coupling = find_coupling_by(model, inputs, rules)
+        return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
+    coupling = None
+    if "coupled" in kinds:
+        coupling = find_coupling_by(model, inputs, rules)
+    found = find_groups(
+        model,
+        layout,
+        kinds,
+        settings.keep_ratio,
+        layer_keep_ratios(settings),
+        coupling=coupling,
+        ends=None if kinds == ("coupled",) else find_ends(model, inputs),
+        instead="choose another --method" if settings.method.own_groups else INSTEAD,
+    )
+    if settings.keep_by != "groups":
+        found = with_budget(found, layout, settings.keep_by, settings.round_to, settings.keep_floor)
+    return replace(found, by_gate=settings.score == "gates")

@@ -1,0 +1,406 @@
+"""Replicate a model over MPI in anybody's training loop: `prunex_mpi.replicate`.
+
+The program's own loop (`run/learn.py`) takes its steps by the same drivers.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.agreement import require_same, run_collectively
+from prunex_mpi.comm.async_exchange import exchanging_behind
+from prunex_mpi.comm.collectives import Transport, build_transport
+from prunex_mpi.comm.lockstep import Lockstep
+from prunex_mpi.comm.topology import Topology, nodes_of
+from prunex_mpi.config.resolve import to_toml
+from prunex_mpi.core.broadcast import broadcast_weights_
+from prunex_mpi.core.evaluation import statistics_of_z
+from prunex_mpi.core.grouping import choose_rules, make_groups
+from prunex_mpi.core.optimizer import OptimizerMemory
+from prunex_mpi.core.scores import memory_of_scores
+from prunex_mpi.core.state import Problem, RunContext, State, build_state, weights
+from prunex_mpi.core.threads import set_threads
+from prunex_mpi.methods.exchanges import check_workers, memory_of
+from prunex_mpi.methods.stepper import Stepper
+from prunex_mpi.models.example import Called, as_read
+from prunex_mpi.models.layout import build_layout, trained_parameters
+from prunex_mpi.models.standalone import fill_, resize_
+from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
+from prunex_mpi.replica import saving
+from prunex_mpi.replica.asked import settings_of
+from prunex_mpi.replica.ending import end_all_on_exceptions, leave_at_exit
+from prunex_mpi.settings.fields import Settings
+
+# Of records: what the program's evaluations find.
+OF_EVALUATIONS = ("test_", "val_")
+UNUSED = torch.empty(0)
+
+
+class Calibration(NamedTuple):
+    """What drivers ask of data: batches to estimate BatchNorm statistics on, steps of an epoch."""
+
+    given: Sequence[Tensor]
+    steps_per_epoch: int
+    batch_size: int = 1
+    waited: float = 0.0
+
+    def batches(self, shard: None, batch_size: int) -> Iterator[tuple[Tensor, None]]:
+        """Yield what statistics are estimated on."""
+        for batch in self.given:
+            yield batch, None
+
+
+def replicate(
+    comm: MPI.Comm,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    example: Any = None,
+    calibrate: Sequence[Tensor] = (),
+    scaler: torch.amp.GradScaler | None = None,
+    steps_per_epoch: int = 0,
+    **settings: Any,
+) -> "Replica":
+    """Have `model` trained by the ranks of `comm` together; rank 0's weights become everyone's.
+
+    `optimizer` is any of torch's over the parameters of `model`; learning rate, weight decay and
+    schedule are its own. `settings` bear the names of the program's flags; `method`,
+    `outer_iterations` (the length of the run) and `local_steps` (steps between two exchanges) are
+    those to begin with. `example`, a batch as the model takes it (a tensor, or tensors by name or
+    place), is needed to prune. `calibrate` are batches to estimate BatchNorm statistics on, with
+    `bn="recalibrate"`. With a `scaler` the loss is scaled before backward; the replica unscales.
+    `steps_per_epoch` is for schedules in epochs, by default `local_steps`. Raises UserError on
+    every rank. Collective on `comm`.
+    """
+    end_all_on_exceptions(comm)
+    asked = partial(
+        settings_of,
+        settings,
+        optimizer,
+        has_example=example is not None,
+        calibrates=len(calibrate) > 0,
+    )
+    resolved = run_collectively(comm, asked)
+    require_same(comm, "the settings of replicate", to_toml(resolved, {}))
+    with ExitStack() as exits:
+        ranks_per_node = 1 if resolved.method.flat else resolved.ranks_per_node
+        topology = exits.enter_context(nodes_of(comm, ranks_per_node, None, resolved.rack_of))
+        set_threads(topology.core_sharers, topology.host_size)
+        feed = Calibration(calibrate, steps_per_epoch or resolved.local_steps)
+        context = _assemble(topology, model, optimizer, resolved, example, feed, scaler)
+        behind = exchanging_behind(topology, resolved.overlap_steps > 0, context.transport)
+        context = replace(context, behind=exits.enter_context(behind))
+        # All that was made is the replica's from here on.
+        return Replica(topology, model, context, exits.pop_all())
+
+
+def _assemble(
+    topology: Topology,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    example: Any,
+    feed: Calibration,
+    scaler: torch.amp.GradScaler | None,
+) -> RunContext:
+    """Build the state around a model that lies on its device. Collective on `world`."""
+    world = topology.world
+    check_workers(settings, topology)
+    transport = _transport(model, settings)
+    broadcast_weights_(world, model, transport)
+
+    def build() -> tuple[nn.Module, State]:
+        read, inputs = (model, None) if example is None else as_read(model, example)
+        layout = build_layout(read)
+        # Channels are followed on the CPU.
+        followed = read
+        if any(p.device.type != "cpu" for p in read.parameters()):
+            followed = copy.deepcopy(read).cpu()
+        rules = choose_rules(settings, followed, inputs)
+        groups = make_groups(settings, followed, layout, inputs, rules)
+        memory = OptimizerMemory(optimizer, read, layout, given=True)
+        state = build_state(read, layout, groups, settings, optimizer=memory)
+        state.memory |= memory_of(settings, layout, state.theta)
+        state.memory |= memory_of_scores(settings, state)
+        return read, state
+
+    read, state = run_collectively(world, build)
+    require_same(world, "the parameters or the groups of the model", repr(state.layout))
+    state.alone = world.size == 1
+    if scaler is not None:
+        state.scaler = scaler
+        state.sound = torch.empty_like(state.stats)
+    problem = Problem(
+        model=read,
+        forward=read,
+        loss=None,
+        objective=None,
+        train=feed,
+        train_shard=None,
+        test=None,
+        batches=feed.batches,
+        steps=settings.local_steps,
+        mean=UNUSED,
+        std=UNUSED,
+        # Of a loss of somebody's own nothing is known; it may begin at zero.
+        guess_loss=math.inf,
+        rate=lambda: optimizer.param_groups[0]["lr"],
+    )
+    return RunContext(state, problem, settings, transport, Heartbeat())
+
+
+def _transport(model: nn.Module, settings: Settings) -> Transport:
+    device = next(model.parameters()).device
+    buffers = "device" if settings.mpi_buffers == "device" else "host"
+    return build_transport(device, settings.bucket_mib, buffers, settings.piece_kib)
+
+
+class Replica:
+    """A model that ranks train together; between two steps it holds this rank's theta.
+
+    `records` holds what metrics.jsonl would of each outer iteration so far. `done` says that the
+    run has had its length, `exchanged` that the last step ended an outer iteration. `optimizer` is
+    one whose `step()` is this replica's, for loops that call it themselves.
+    """
+
+    def __init__(
+        self, topology: Topology, model: nn.Module, context: RunContext, exits: ExitStack
+    ) -> None:
+        self.model = model
+        self.records: list[dict[str, Any]] = []
+        self._topology, self._context, self._exits = topology, context, exits
+        self._lockstep = exits.enter_context(closing(Lockstep(topology.world)))
+        self._taken = context.state.optimizer.optimizer
+        self._in_step = self._announced = False
+        handle = self._taken.register_step_pre_hook(self._refuse_foreign_step)
+        exits.callback(handle.remove)
+        self.optimizer = SteppedOptimizer(self)
+        self._open = True
+        self._begin()
+        leave_at_exit(topology.world, self.close)
+
+    # ----------------------------------------------------------------------------------------------
+    # Steps
+    # ----------------------------------------------------------------------------------------------
+
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """Average, step the optimizer, exchange when due, from the gradients in the model.
+
+        Those of one backward pass or of several; they are zero afterwards. `loss` is for the
+        records. Clip before it what is this rank's alone; `clip_grad=` clips what is averaged.
+        Raises UserError after the last step, and where another rank has left its loop. Collective
+        on `comm`.
+        """
+        if self.done or not self._open:
+            total = self._context.settings.outer_iterations * self._context.problem.steps
+            raise UserError(
+                f"the run has had its {total} steps (outer_iterations times local_steps); leave "
+                "the loop where replica.done, or give more outer_iterations"
+            )
+        self._lockstep.enter()
+        self._collect_gradients()
+        mean = loss if isinstance(loss, Tensor) else torch.tensor(float(loss or 0.0))
+        self._in_step = True
+        record = self._stepper.finish(mean.detach().to(self._context.state.theta.device))
+        self._in_step = False
+        self.exchanged = record is not None
+        if record is not None:
+            kept = {k: v for k, v in record.items() if not k.startswith(OF_EVALUATIONS)}
+            self.records.append(kept | ({"train_loss": None} if loss is None else {}))
+        self._begin()
+
+    def overlap_backward(self) -> None:
+        """Send gradients during the next backward pass, the last one before `step`.
+
+        Gradients must not have been set to None since the last step.
+        """
+        self._announced = True
+        if self._stepper.averager is not None:
+            self._stepper.averager.begin()
+
+    def _begin(self) -> None:
+        """Go on to where the next gradient is needed."""
+        self._in_step = True
+        self.done = not self._stepper_now().begin()
+        self._in_step = False
+        self._announced = False
+        self._context.problem.model.train()
+
+    def _stepper_now(self) -> Stepper:
+        if not hasattr(self, "_stepper"):
+            self._stepper = Stepper(self._topology, self._context)
+            self.exchanged = True
+        return self._stepper
+
+    def _collect_gradients(self) -> None:
+        """Bring gradients that autograd has put elsewhere into the flat one."""
+        state = self._context.state
+        parameters = trained_parameters(self._context.problem.model).values()
+        for parameter, view in zip(parameters, state.layout.views(state.grad), strict=True):
+            grad = parameter.grad
+            if grad is not None and grad.data_ptr() == view.data_ptr():
+                continue
+            if self._announced and self._stepper.averager is not None:
+                raise UserError(
+                    "gradients were set to None after overlap_backward(), so that others were "
+                    "sent; call zero_grad before it, or zero_grad(set_to_none=False)"
+                )
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+            parameter.grad = view
+
+    def _refuse_foreign_step(self, *_: Any) -> None:
+        if not self._in_step:
+            raise UserError(
+                "optimizer.step() was called beside replica.step(), which steps the optimizer; "
+                "leave it away, or give your loop replica.optimizer"
+            )
+
+    # ----------------------------------------------------------------------------------------------
+    # What comes of it
+    # ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def delivered(self) -> Iterator[nn.Module]:
+        """Have the consensus in the model for the block: z, masked, in evaluation mode.
+
+        To look at right after an exchange (`exchanged`), or at the end. With `bn="recalibrate"`
+        collective on `comm`.
+        """
+        self._require_exchange("delivered()")
+        context, state = self._context, self._context.state
+        estimates = not self.done and context.settings.method.by_iteration
+        estimates = estimates and context.settings.bn == "recalibrate"
+        modes = [(module, module.training) for module in self.model.modules()]
+        with statistics_of_z(self._topology, context) if estimates else nullcontext():
+            self.model.eval()
+            try:
+                with weights(state, state.z):
+                    yield self.model
+            finally:
+                for module, training in modes:
+                    module.training = training
+
+    def smaller(self) -> nn.Module:
+        """Return a copy of the model on the CPU without what was pruned, in evaluation mode.
+
+        Raises UserError unless whole channels were (groups "coupled"). Does not communicate, but as
+        `delivered`.
+        """
+        state = self._context.state
+        if state.groups.total and state.groups.coupling is None:
+            raise UserError(
+                "what these groups prune are zeros in a network of the old size; give "
+                "groups=['coupled'] for one that is smaller"
+            )
+        with self.delivered():
+            small = copy.deepcopy(self._context.problem.model).cpu()
+        for parameter in small.parameters():
+            parameter.grad = None
+            parameter.data = parameter.data.clone()
+        small.eval()
+        removed = ~state.mask
+        if removed.any() and not state.sizes:
+            coupling = state.groups.coupling
+            sizes, tensors = (f(small, coupling, removed) for f in (smaller_sizes, smaller_tensors))
+            resize_(small, sizes)
+            fill_(small, tensors)
+        return small.model if isinstance(small, Called) else small
+
+    def _require_exchange(self, what: str) -> None:
+        if not self.exchanged:
+            raise UserError(
+                f"{what}: between two exchanges every node has weights of its own; call it where "
+                "replica.exchanged, which is after every local_steps-th step"
+            )
+
+    # ----------------------------------------------------------------------------------------------
+    # Resume, and the end
+    # ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that this rank needs to go on bit for bit; tensors are copies, on the CPU.
+
+        The data loader's place, a scheduler and random generators are the caller's to keep.
+        `torch.save` and `torch.load(weights_only=True)` take it. Does not communicate.
+        """
+        if self._context.behind is not None:
+            self._context.behind.finish()
+        where = [self._topology.world.rank, *self._topology.node_sizes]
+        return {
+            "ranks": where,
+            "settings": to_toml(self._context.settings, {}),
+            "steps": self._lockstep.step,
+            "exchanged": self.exchanged,
+            "records": copy.deepcopy(self.records),
+            **saving.contents(self._context.state, self._context.problem.model),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on the same rank of as many. Collective on `comm`.
+
+        Raises UserError on every rank where it is of other ranks, settings or another model.
+        """
+        world, context = self._topology.world, self._context
+        where = [world.rank, *self._topology.node_sizes]
+        text = to_toml(context.settings, {})
+        check = partial(saving.check, saved, where, text, context.state)
+        run_collectively(world, check)
+        self._stepper.close()
+        saving.put_back(saved, context)
+        self.records = copy.deepcopy(saved["records"])
+        self._lockstep.step = saved["steps"]
+        del self._stepper
+        self._begin()
+        self.exchanged = saved["exchanged"]
+
+    def close(self) -> None:
+        """Leave the loop, as all ranks do after the same step. Collective on `comm`.
+
+        Called at the end of the program where it was not before. Raises UserError where other ranks
+        go on.
+        """
+        if self._open:
+            self._open = False
+            self._lockstep.leave()
+            self._stepper.close()
+            self._exits.close()
+
+    def __enter__(self) -> "Replica":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        # After an exception the job ends by that.
+        if kind is None:
+            self.close()
+
+
+class SteppedOptimizer(torch.optim.Optimizer):
+    """The replica's optimizer for loops of others, such as Trainer's: its step is the replica's."""
+
+    def __init__(self, replica: Replica) -> None:
+        own = replica._taken
+        self._replica = replica
+        super().__init__([{"params": [UNUSED]}], dict(own.defaults))
+        # The same lists: a scheduler sets the rate of both.
+        self.param_groups, self.state = own.param_groups, own.state
+
+    def step(self, closure: None = None) -> None:
+        """Take the replica's step, as long as there are any. Collective."""
+        self._replica.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Leave gradients to the replica, which makes them zero after each step."""

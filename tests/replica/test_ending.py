@@ -1,0 +1,81 @@
+"""Jobs of one's own loops that do not end as they should: all ranks end, and one line says why."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from launch import environment, launcher
+
+pytestmark = pytest.mark.jobs
+
+LIMIT_S = 60
+LOOP = """
+import sys
+import torch
+import prunex_mpi
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+replica = prunex_mpi.replicate(
+    world, model, optimizer, method=METHOD, outer_iterations=10, local_steps=2, ranks_per_node=1
+)
+last = world.rank == world.size - 1
+for step in range(20):
+    if last:
+        BEFORE
+    model(torch.randn(8, 4)).square().mean().backward()
+    replica.step()
+    if replica.done:
+        break
+AFTER
+print("rank", world.rank, "is done")
+"""
+CASES = {
+    "one leaves early": ("if step == 5: break", "", "left its loop after 5 steps"),
+    "one exits": ("if step == 5: sys.exit()", "", "left its loop after 5 steps"),
+    "one raises": ("if step == 5: raise ValueError('a bad batch')", "", "ValueError: a bad batch"),
+    "one closes early": ("if step == 5: replica.close(); break", "", "left its loop after 5 steps"),
+}
+
+
+def run(folder: Path, method: str, before: str, after: str, ranks: int) -> tuple[int, str]:
+    """Return exit code and output of a job with a loop of its own."""
+    text = LOOP.replace("METHOD", repr(method)).replace("BEFORE", before or "pass")
+    (folder / "loop.py").write_text(textwrap.dedent(text.replace("AFTER", after)))
+    command = [*launcher(), "-n", str(ranks), sys.executable, str(folder / "loop.py")]
+    found = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    return found.returncode, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("method", ["dense", "local-sgd"])
+@pytest.mark.parametrize("case", CASES)
+def test_all_end_where_one_does(case: str, method: str, tmp_path: Path) -> None:
+    before, after, reason = CASES[case]
+    code, output = run(tmp_path, method, before, after, 3)
+    assert code != 0 and reason in output, output
+    assert "is done" not in output or case != "one raises"
+
+
+def test_all_may_leave_early_together(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "local-sgd", "pass", "", 2)
+    assert code == 0 and output.count("is done") == 2, output
+    early = LOOP.replace("if last:", "if True:")
+    (tmp_path / "loop.py").write_text(
+        early.replace("METHOD", "'dense'")
+        .replace("BEFORE", "if step == 5: break")
+        .replace("AFTER", "")
+    )
+    command = [*launcher(), "-n", "2", sys.executable, str(tmp_path / "loop.py")]
+    subprocess.run(command, env=environment(), check=True, timeout=LIMIT_S, capture_output=True)
+
+
+def test_a_mistake_of_all_is_told_once_without_an_abort(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "no-such-method", "pass", "", 2)
+    assert code != 0
+    assert output.count("UserError: method") == 1 and "MPI_ABORT" not in output, output

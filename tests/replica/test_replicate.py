@@ -1,0 +1,257 @@
+"""A model replicated in a loop of one's own: the program's weights, resume, the smaller network."""
+
+import copy
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nodes import WORLD, nodes_of
+from small_runs import COMMON, CPU
+from torch import Tensor, nn
+
+import prunex_mpi
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.config.resolve import make
+from prunex_mpi.core.loading import load_dataset
+from prunex_mpi.core.state import RunContext
+from prunex_mpi.replica.replicate import Replica
+from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.start import assemble
+
+pytestmark = pytest.mark.mpi
+
+# As the program's: pieces of a message are rounded by themselves.
+TRANSPORT = build_transport(CPU, 32.0, "host", 60)
+LENGTH = {"outer_iterations": 6, "local_steps": 2}
+STAGES = {"warmup_iterations": 1, "keep_ramp_iterations": 2, "freeze_iteration": 4}
+PRUNES = {**STAGES, "bn": "average", "residuals": "every", "groups": ("coupled",)}
+# Method, settings of both, momentum of SGD.
+CASES = {
+    "prunex": ("prunex", PRUNES, 0.9),
+    "prunex int4": ("prunex", {**PRUNES, "payload": "int4"}, 0.9),
+    "prunex removed": ("prunex", {**PRUNES, "remove_dropped": True}, 0.9),
+    "prunex of the paper": (
+        "prunex",
+        {**PRUNES, "theta_start": "theta", "node_sync": "outer", "after_freeze": "admm"},
+        0.9,
+    ),
+    "prunex-flat": ("prunex-flat", PRUNES, 0.9),
+    "local-sgd": ("local-sgd", {"payload": "int8"}, 0.9),
+    "local-sgd in fragments": ("local-sgd", {"fragments": 2}, 0.9),
+    "diloco": ("diloco", {"inner_momentum": "reset"}, 0.9),
+    "sparseloco": ("sparseloco", {"sparseloco_ratio": 0.1}, 0.9),
+    "one-shot": ("one-shot", {"one_shot_prune_iteration": 3, "bn": "average"}, 0.9),
+    "dense": ("dense", {}, 0.9),
+    "dense by leaders": ("dense", {"aggregation": "hierarchical"}, 0.9),
+    "topk": ("topk", {"topk_ratio": 0.1}, 0.9),
+    "dgc": ("dgc", {"dgc_ratio": 0.05, "dgc_warmup_epochs": 1}, 0.0),
+    "powersgd": ("powersgd", {}, 0.9),
+    "omnireduce": ("omnireduce", {"omnireduce_block_size": 16}, 0.9),
+    "spardl": ("spardl", {"spardl_ratio": 0.1}, 0.9),
+    "terngrad": ("terngrad", {}, 0.9),
+    "fp16": ("fp16", {}, 0.9),
+    "lion": ("lion", {}, 0.0),
+    "adacgd": ("adacgd", {}, 0.9),
+    "gossip": ("gossip", {}, 0.9),
+    "pactrain": ("pactrain", {"pactrain_score": "magnitude"}, 0.9),
+    "prunetrain": ("prunetrain", {"prunetrain_reconfigure_every": 2}, 0.9),
+    "clicktrain": ("clicktrain", {}, 0.9),
+    "qsr": ("qsr", {"qsr_alpha": 0.02}, 0.9),
+}
+RATE, DECAY = 0.01, 1e-4
+
+
+def program_settings(method: str, settings: dict[str, Any]) -> Any:
+    """Return settings of the program for as long a run on tiny images."""
+    own = {k: v for k, v in COMMON.items() if k not in LENGTH} | LENGTH
+    own |= {"weight_decay": DECAY, "weight_decay_on": "all", "lr": RATE, "warmup_ratio": 0.0}
+    own |= {"evaluate_every": 6, "preset": "recipe", "model": "resnet8-w4"}
+    return make(**own | {"method": method} | settings)
+
+
+@contextmanager
+def program(method: str, settings: dict[str, Any], ranks_per_node: int = 1) -> Iterator[Any]:
+    """Have the program's nodes and what a rank works on."""
+    with nodes_of(ranks_per_node) as topology:
+        around = topology, program_settings(method, settings), CPU, TRANSPORT, Heartbeat()
+        dataset = load_dataset(topology, around[1], around[-1], CPU)
+        yield topology, assemble(topology, around[1], dataset, *around[2:])
+
+
+def replicated(
+    model: nn.Module, method: str, settings: dict[str, Any], momentum: float, **more: Any
+) -> tuple[Replica, torch.optim.Optimizer]:
+    """Return a replica of `model` on virtual nodes of one rank, and its optimizer."""
+    rate = {"lr": RATE, "momentum": momentum, "weight_decay": 0.0 if method == "dgc" else DECAY}
+    optimizer = torch.optim.SGD(model.parameters(), fused=True, **rate)
+    own = {"momentum": 0.9, "weight_decay": DECAY} if method == "dgc" else {}
+    # Every rank is a node of its own there.
+    nodes = {} if method == "prunex-flat" else {"ranks_per_node": 1}
+    given = {**LENGTH, **settings, **own, **nodes, "example": torch.zeros(2, 3, 8, 8), **more}
+    return prunex_mpi.replicate(WORLD, model, optimizer, method=method, **given), optimizer
+
+
+def take_steps(replica: Replica, batches: Iterator[Any], count: int = 10**9) -> None:
+    """Take as many steps of the run as there are."""
+    while not replica.done and count:
+        images, labels = next(batches)
+        loss = F.cross_entropy(replica.model(images), labels)
+        replica.overlap_backward()
+        loss.backward()
+        replica.step(loss)
+        count -= 1
+
+
+def batches_of(context: RunContext) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of the program on this rank."""
+    while True:
+        yield context.problem.train.next()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_own_loop_has_the_programs_weights_bit_for_bit(case: str) -> None:
+    method, settings, momentum = CASES[case]
+    steps = {"steps_per_epoch": 64 // WORLD.size // 4}
+    with program(method, settings) as (topology, context):
+        model = copy.deepcopy(context.problem.model)
+        records = list(outer_iterations(topology, context))
+    with program(method, settings) as (_, other):
+        replica, _ = replicated(model, method, settings, momentum, **steps)
+        take_steps(replica, batches_of(other))
+        # In words: a report of all that two runs are made of takes pytest long.
+        equal = torch.equal(replica._context.state.z, context.state.z)
+        assert equal
+        sent = [record["bytes"] for record in records]
+        assert [r["bytes"] | {"evaluate": 0} for r in replica.records] == [
+            b | {"evaluate": 0} for b in sent
+        ]
+        assert [r["train_loss"] for r in replica.records] == [r["train_loss"] for r in records]
+        replica.close()
+
+
+@pytest.mark.parametrize("case", ["prunex removed", "diloco", "dgc", "dense", "qsr"])
+@pytest.mark.parametrize("stop", [5, 10])
+def test_resumed_loop_goes_on_bit_for_bit(case: str, stop: int) -> None:
+    method, settings, momentum = CASES[case]
+    with program(method, settings) as (_, context):
+        model, batches = copy.deepcopy(context.problem.model), []
+        source = batches_of(context)
+        batches = [next(source) for _ in range(12)]
+    steps = {"steps_per_epoch": 8}
+    first, _ = replicated(copy.deepcopy(model), method, settings, momentum, **steps)
+    take_steps(first, iter(batches))
+    first.close()
+    second, _ = replicated(copy.deepcopy(model), method, settings, momentum, **steps)
+    take_steps(second, iter(batches), stop)
+    file = io.BytesIO()
+    torch.save(second.state_dict(), file)
+    second.close()
+    file.seek(0)
+    third, _ = replicated(model, method, settings, momentum, **steps)
+    third.load_state_dict(torch.load(file, weights_only=True))
+    take_steps(third, iter(batches[stop:]))
+    for name in ("z", "theta"):
+        equal = torch.equal(*(getattr(r._context.state, name) for r in (third, first)))
+        assert equal, name
+    assert [r["train_loss"] for r in third.records] == [r["train_loss"] for r in first.records]
+    third.close()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop", "adagrad", "nadam", "two groups", "frozen"])
+def test_any_optimizer_trains_on_the_mask(kind: str) -> None:
+    torch.manual_seed(0)
+    model = new_model()
+    parameters = list(model.parameters())
+    if kind == "frozen":
+        parameters[-1].requires_grad_(False)
+    groups = [{"params": parameters[:2], "lr": 0.01}, {"params": parameters[2:]}]
+    optimizer = {
+        "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-3),
+        "rmsprop": lambda: torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.5),
+        "adagrad": lambda: torch.optim.Adagrad(parameters, lr=1e-2),
+        "nadam": lambda: torch.optim.NAdam(parameters, lr=1e-3),
+        "two groups": lambda: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+        "frozen": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    }[kind]()
+    given = {**LENGTH, **STAGES, "groups": ["coupled"], "ranks_per_node": 1}
+    with prunex_mpi.replicate(
+        WORLD, model, optimizer, method="prunex", example=torch.zeros(2, 3, 8, 8), **given
+    ) as replica:
+        generator = torch.Generator().manual_seed(WORLD.rank)
+        before = model[0].weight.detach().clone()
+        while not replica.done:
+            # As loops do: gradients that are None, and several backward passes for one step.
+            optimizer.zero_grad()
+            for _ in range(2):
+                images = torch.randn(8, 3, 8, 8, generator=generator)
+                (F.mse_loss(model(images), images.mean((2, 3))[:, :2]) / 2).backward()
+            replica.step()
+        assert not torch.equal(before, model[0].weight)
+        small, images = replica.smaller(), torch.randn(3, 3, 8, 8)
+        with replica.delivered() as whole, torch.no_grad():
+            assert torch.allclose(small(images), whole(images), atol=1e-5)
+    kept = sum(p.numel() for p in small.parameters())
+    assert kept < 0.6 * sum(p.numel() for p in model.parameters())
+
+
+def new_model() -> nn.Module:
+    """Return a network of images of 8 by 8 pixels with two numbers for each."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)),
+    )
+
+
+REFUSED = {
+    "lr": ({"lr": 0.1}, "lr is no setting of replicate; give that of the optimizer"),
+    "data": ({"val_split": 0.1}, "val-split means nothing in one's own loop"),
+    "typo": ({"payloads": "int4"}, "replicate has no setting 'payloads'; did you mean 'payload'"),
+    "value": ({"payload": "int5"}, "payload"),
+    "length": ({"outer_iterations": None}, "replicate needs outer_iterations="),
+    "example": ({"method": "prunex", "example": None}, "give example=, a batch"),
+    "bn": ({"bn": "recalibrate"}, "bn recalibrate needs batches; give calibrate="),
+    "momentum": ({"method": "dgc"}, "give torch.optim.SGD without momentum"),
+    "grasp": ({"method": "pactrain", "keep_ratio": 0.1}, "pactrain_score='magnitude'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_means_nothing_is_refused_in_a_sentence(case: str) -> None:
+    given, sentence = REFUSED[case]
+    given = {"method": "local-sgd", "example": torch.zeros(2, 3, 8, 8), **LENGTH, **given}
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(UserError) as caught:
+        prunex_mpi.replicate(WORLD, model, optimizer, **given)
+    assert sentence in str(caught.value)
+
+
+def test_no_optimizer_and_one_of_another_model_are_refused() -> None:
+    model, length = new_model(), {"method": "dense", **LENGTH}
+    with pytest.raises(UserError, match=r"third argument of replicate is of type float"):
+        prunex_mpi.replicate(WORLD, model, 0.1, **length)
+    other = torch.optim.SGD(new_model().parameters(), lr=0.1)
+    with pytest.raises(UserError, match="not parameters of the model"):
+        prunex_mpi.replicate(WORLD, model, other, **length)
+
+
+def test_steps_beyond_the_length_and_of_the_optimizer_alone_are_refused() -> None:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"method": "local-sgd", "outer_iterations": 1, "local_steps": 2}
+    with prunex_mpi.replicate(WORLD, model, optimizer, **given) as replica:
+        with pytest.raises(UserError, match=r"optimizer.step\(\) was called beside"):
+            optimizer.step()
+        replica.step()
+        with pytest.raises(UserError, match="between two exchanges"), replica.delivered():
+            pass
+        replica.optimizer.step()
+        with pytest.raises(UserError, match="the run has had its 2 steps"):
+            replica.step()
