@@ -210,9 +210,9 @@ def plot(panel: "Axes", x: np.ndarray, y: np.ndarray, label: str, **look: object
     panel.plot(x, y, label=plain(label), **{"markevery": every, **look})
 
 
-def draw(panel: "Axes", lines: Iterable[Line]) -> None:
-    """Draw curves, each in a look of its own."""
-    for number, (label, x, y) in enumerate(lines):
+def draw(panel: "Axes", lines: Iterable[Line], first: int = 0) -> None:
+    """Draw curves, each in a look of its own, from the `first` one on."""
+    for number, (label, x, y) in enumerate(lines, first):
         plot(panel, x, y, label, **look_of(number))
 
 
@@ -279,10 +279,10 @@ def named_measure(runs: Iterable[Run]) -> str:
     return f"{data} {' or '.join(sorted(found))}"
 
 
-def draw_measure(panel: "Axes", named: Named, axis: str) -> None:
-    """Draw what runs are judged by, along an axis of `along`."""
+def draw_measure(panel: "Axes", named: Named, axis: str, first: int = 0) -> None:
+    """Draw what runs are judged by, along an axis of `along`, in looks from the `first` one on."""
     size, word = scale_of(named.values(), axis)
-    draw(panel, ((name, along(run, axis) / size, run.judged) for name, run in named.items()))
+    draw(panel, ((name, along(run, axis) / size, run.judged) for name, run in named.items()), first)
     panel.set_xlabel(word)
     panel.set_ylabel(named_measure(named.values()))
     if axis == "iteration":
@@ -315,11 +315,9 @@ def learning(named: Named, axis: str) -> "Figure | None":
         panels[0].set_ylabel("loss")
     draw(panels[0], lines)
     widen(panels[0], np.concatenate([y for _, _, y in lines]))
-    panels[-1].set_xlabel(word)
-    if axis == "iteration":
-        count_iterations(panels[-1])
+    panels[0].set_xlabel("" if judged else word)
     if judged:
-        draw_measure(panels[1], named, axis)
+        draw_measure(panels[1], named, axis, first=len(lines) - len(runs))
     for panel in panels:
         mark_freeze(panel, named, axis)
     add_legend(figure)

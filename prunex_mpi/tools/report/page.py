@@ -324,19 +324,21 @@ def page_of_comparisons(paths: Sequence[Path]) -> Page:
         title="Comparison of methods",
         source=" · ".join(map(shown, paths)),
         notices=[f"{shown(one.path.name)}: {line}" for one in found for line in one.problems],
-        sections=[section_of(one, number) for number, one in enumerate(found, 1)],
+        sections=[part for number, one in enumerate(found, 1) for part in sections_of(one, number)],
     )
 
 
-def section_of(found: Compared, number: int) -> Section:
-    """Return the tables and the pictures of a comparison."""
+def sections_of(found: Compared, number: int) -> list[Section]:
+    """Return the results of a comparison with its pictures, and what else there is of it."""
     measure = found.measure.label.capitalize()
     pictures = pictures_of(
         (f"bytes-{number}", f"{measure} against bytes", curves.compared(found, "sent_mib")),
         (f"seconds-{number}", f"{measure} against time", curves.compared(found, "seconds")),
     )
     machine = Table("Machine", (), tuple(found.machine.items()))
-    return Section(shown(found.path.name), [*found.tables, machine], pictures)
+    name = shown(found.path.name)
+    more = Section(f"More of {name}", [*found.tables[1:], machine])
+    return [Section(name, found.tables[:1], pictures), more]
 
 
 # --------------------------------------------------------------------------------------------------

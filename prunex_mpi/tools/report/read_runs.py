@@ -275,8 +275,6 @@ def how_it_ended(path: Path, summary: Mapping[str, Any]) -> tuple[str, str]:
 
 def read_changes(path: Path) -> list[dict[str, Any]]:
     """Return who was lost and who joined; raise UserError."""
-    if not (path / NODES).exists():
-        return []
     return [record for _, record in records_of(path / NODES) if record is not None]
 
 
@@ -292,43 +290,44 @@ def last_sign(path: Path) -> float:
     return max(signs)
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield number, bytes and whether it is whole of each line; raise UserError."""
-    try:
-        with open_regular(path) as file:
-            for number, line in enumerate(file, 1):
-                yield number, line, line.endswith(b"\n")
-    except OSError as error:
-        reason = f"{quote(shown(path), 250)} can't be read: {error.strerror}"
-        raise UserError(reason, UNREADABLE) from None
-
-
-def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Return the record of a line; raise UserError where it is none."""
-    try:
-        record = json.loads(line)
-        if isinstance(record, dict) and type(record.get("iteration")) is int:
-            return record
-    except (ValueError, RecursionError):
-        pass
-    raise damaged(path, number)
-
-
 def damaged(path: Path, number: int) -> UserError:
     """Return the error of a line that no run has written."""
     where = quote(shown(path), 250)
     return UserError(f"{where}, line {number} is damaged; put back what the run wrote", UNREADABLE)
 
 
-def records_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield number and record of each line, None for a last one that is cut; raise UserError."""
-    for number, line, whole in lines_of(path):
-        try:
-            yield number, parse_line(path, number, line)
-        except UserError:
-            if whole:
-                raise
-            yield number, None
+def records_of(
+    path: Path, wanted: Collection[int] | None = None
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield number and record of each line, None for a last one that is cut.
+
+    Nothing where there is no such file. Lines of iterations that are not `wanted`, if that is
+    given, are passed over unread. Raises UserError.
+    """
+    heads = None if wanted is None else {b"%s%d" % (BEGIN, k) for k in wanted}
+    try:
+        if not path.exists():
+            return
+        with open_regular(path) as file:
+            for number, line in enumerate(file, 1):
+                if heads is None or line[: line.find(b",")] in heads or not line.startswith(BEGIN):
+                    yield number, parse_line(path, number, line)
+    except OSError as error:
+        reason = f"{quote(shown(path), 250)} can't be read: {error.strerror}"
+        raise UserError(reason, UNREADABLE) from None
+
+
+def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, None where it is cut; raise UserError where it is none."""
+    try:
+        record = json.loads(line)
+        if isinstance(record, dict) and type(record.get("iteration")) is int:
+            return record
+    except (ValueError, RecursionError):
+        pass
+    if line.endswith(b"\n"):
+        raise damaged(path, number)
+    return None
 
 
 def read_metrics(path: Path, status: str, reason: str) -> tuple[dict[str, np.ndarray], bool]:
@@ -336,29 +335,25 @@ def read_metrics(path: Path, status: str, reason: str) -> tuple[dict[str, np.nda
     file, where = path / METRICS, quote(shown(path), 250)
     columns: dict[str, list[float]] = {"iteration": []}
     cut, count = False, 0
-    if file.exists():
-        for number, record in records_of(file):
-            if record is None:
-                cut = True
-                break
-            try:
-                numbers = flattened(record)
-            except OverflowError:
-                raise damaged(file, number) from None
-            if count and not numbers["iteration"] > columns["iteration"][-1]:
-                raise damaged(file, number)
-            for name in numbers.keys() - columns.keys():
-                columns[name] = [np.nan] * count
-            for name, column in columns.items():
-                column.append(numbers.get(name, np.nan))
-            count += 1
+    for number, record in records_of(file):
+        if record is None:
+            cut = True
+            break
+        try:
+            numbers = flattened(record)
+        except OverflowError:
+            raise damaged(file, number) from None
+        if count and not numbers["iteration"] > columns["iteration"][-1]:
+            raise damaged(file, number)
+        for name in numbers.keys() - columns.keys():
+            columns[name] = [np.nan] * count
+        for name, column in columns.items():
+            column.append(numbers.get(name, np.nan))
+        count += 1
     if not count:
         text = f"{where} has no finished outer iteration ({status})"
         raise NothingYet(f"{text}, {reason}" if reason else text, UNREADABLE)
-    # In the order of the run's files, whatever came first.
-    order = [*dict.fromkeys([*flattened(record or {"iteration": 0}), *columns])]
-    known = [name for name in order if name in columns]
-    return {name: np.array(columns[name], dtype=np.float64) for name in known}, cut
+    return {name: np.array(column) for name, column in columns.items()}, cut
 
 
 def flattened(record: Mapping[str, Any]) -> dict[str, float]:
@@ -376,28 +371,13 @@ def spread_out(iterations: np.ndarray, most: int) -> list[int]:
 
 
 def read_layers(path: Path, wanted: Collection[int]) -> Layers | None:
-    """Return what layers.jsonl says of the iterations `wanted`; None where there is nothing.
-
-    Lines of others are passed over unread. Raises UserError.
-    """
-    file = path / LAYERS
-    if not file.exists():
-        return None
-    heads = {b"%s%d" % (BEGIN, k) for k in wanted}
+    """Return what layers.jsonl says of these iterations, None for nothing; raise UserError."""
     rows: dict[int, dict[str, tuple[float, ...]]] = {}
-    for number, line, whole in lines_of(file):
-        if whole and line.startswith(BEGIN) and line[: line.find(b",")] not in heads:
-            continue
-        try:
-            record = parse_line(file, number, line)
-        except UserError:
-            if whole:
-                raise
-            break
-        if record["iteration"] in wanted:
-            layer, numbers = str(record.get("layer")), flattened(record)
+    for _, record in records_of(path / LAYERS, wanted):
+        if record is not None and record["iteration"] in wanted:
+            numbers = flattened(record)
             values = tuple(numbers.get(name, np.nan) for name in OF_LAYERS)
-            rows.setdefault(record["iteration"], {})[layer] = values
+            rows.setdefault(record["iteration"], {})[str(record.get("layer"))] = values
     if not rows:
         return None
     iterations = sorted(rows)
@@ -411,8 +391,6 @@ def read_layers(path: Path, wanted: Collection[int]) -> Layers | None:
 def read_ranks(path: Path) -> Iterator[RankRecord]:
     """Yield the records of ranks.jsonl, nothing where there is none; raise UserError."""
     file = path / RANKS
-    if not file.exists():
-        return
     for number, record in records_of(file):
         if record is None:
             return
