@@ -161,7 +161,7 @@ def figure(options: argparse.Namespace) -> None:
     number = options.number
     if number in OF_ONE_RUN and len(options.runs) > 1:
         raise UserError(f"figure {number} is of one run; give one")
-    if len(options.runs) > MOST_CURVES:
+    if len(options.runs) > MOST_CURVES and number not in ("9", "12"):
         raise UserError(f"at most {MOST_CURVES} runs can be told apart; give fewer")
     runs = read_runs(options.runs)
     with styled():
@@ -525,7 +525,7 @@ def of_layers(run: Run, wanted: Sequence[str] = ()) -> Drawn:
     rows = [
         (f"{word}, {RESIDUAL_WORDS[name]}", f"from {y[0]:.1e} to {y[-1]:.1e}", DECAY)
         for name in primal
-        for word, _, y in lines[name]
+        for word, y in ((word, y[np.isfinite(y)]) for word, _, y in lines[name])
         if y.any()
     ]
     note = f"The {len(chosen)} of {len(layers.names)} layers that begin farthest apart."

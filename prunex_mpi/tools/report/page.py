@@ -164,7 +164,7 @@ def page_of_runs(runs: Sequence[Run]) -> Page:
     settings = settings_of_one(runs[0]) if alone else [differing_table(named)]
     return Page(
         title=f"Run {runs[0].name}" if alone else f"{len(runs)} runs",
-        source=" · ".join(shown(run.path) for run in runs),
+        source=" · ".join(map(what_of, runs)),
         notices=notices(named),
         sections=[
             Section("Result", [result_table(named)], learning),
@@ -173,6 +173,12 @@ def page_of_runs(runs: Sequence[Run]) -> Page:
             Section("Settings", settings),
         ],
     )
+
+
+def what_of(run: Run) -> str:
+    """Return where the files of a run lie, and what was trained."""
+    method, model, dataset = (run.setting(key, "?") for key in ("method", "model", "dataset"))
+    return f"{shown(run.path)}: {method}, {model} on {dataset}"
 
 
 def notices(named: Named) -> list[str]:
@@ -252,7 +258,7 @@ def stragglers_tables(named: Named) -> list[Table]:
     rows: list[tuple[Cell, ...]] = []
     for name, run in named.items():
         whole = run.total("seconds.total") / len(run.iterations)
-        found = [s for s in find_stragglers(read_ranks(run.path)) if s.seconds >= WORTH * whole]
+        found = [s for s in find_stragglers(read_ranks(run.path)) if s.seconds >= WORTH * whole > 0]
         for s in found[: MOST_STRAGGLERS if len(named) == 1 else 1]:
             longer = f"{duration_words(s.seconds)} ({100 * s.seconds / whole:.0f} %)"
             rows.append((name or run.name, s.rank, s.host or None, LABELS[s.phase], longer))
@@ -267,7 +273,7 @@ def settings_of_one(run: Run) -> list[Table]:
     """Return the settings that differ from the preset's, and where the run ran."""
     preset, method = run.setting("preset", "recipe"), run.setting("method", "prunex")
     usual = usual_settings(run)
-    title = f"Unlike preset {preset} for method {method}"
+    title = f"Unlike preset {preset} for method {method}" if usual else "Settings"
     rows = tuple(
         (shown(key), in_words(value), in_words(usual[key]) if key in usual else None)
         for key, value in run.config.items()
