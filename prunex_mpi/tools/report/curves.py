@@ -135,6 +135,8 @@ def add_legend(figure: "Figure") -> None:
     if handles:
         fitting = LETTERS // (max(map(len, handles)) + 8)
         columns = max(1, min(len(handles), 4, fitting))
+        rows = -(-len(handles) // columns)
+        figure.set_figheight(figure.get_figheight() + 0.17 * (rows - 1))
         figure.legend([*handles.values()], [*handles], loc="outside upper left", ncols=columns)
 
 
