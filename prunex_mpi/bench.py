@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from prunex_mpi.base.single_process import run_single_process
 from prunex_mpi.research.bench import bench_options
 from prunex_mpi.research.compare import compare_options
-from prunex_mpi.research.figures import figure_options
 from prunex_mpi.run.program import run_program, watched
 
 if TYPE_CHECKING:
@@ -25,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["compare"]:
         return run_program("prunex_mpi.bench", compare_options.parse, compare, words[1:])
     if words[:1] == ["figure"]:
-        return run_single_process("prunex_mpi.bench", figure_options.parse, figure, words[1:])
+        from prunex_mpi.research import figures
+
+        return run_single_process("prunex_mpi.bench", figures.parse, figures.figure, words[1:])
     return run_program("prunex_mpi.bench", bench_options.parse, bench, words)
 
 
@@ -42,13 +43,6 @@ def compare(world: "MPI.Comm", options: compare_options.Options) -> int:
     from prunex_mpi.research.compare.compare_methods import compare
 
     return compare(world, options)
-
-
-def figure(options: figure_options.Options) -> None:
-    """Draw one of the paper's figures."""
-    from prunex_mpi.research.figures.draw_figure import figure
-
-    figure(options)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,44 @@ The page holds all that it shows and needs neither a network nor JavaScript. No 
 torch is not loaded; matplotlib and jinja2 are loaded after the flags are parsed.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from prunex_mpi.base.single_process import run_single_process
-from prunex_mpi.tools.report.report_options import Options, parse
+from prunex_mpi.config.parser import Parser, program_parser
+
+
+def build_parser() -> Parser:
+    """Return the parser of the flags of report."""
+    parser = program_parser(
+        "report",
+        "Show what happened in runs: one HTML page with pictures and tables that needs no network. "
+        "Runs that are still going or ended badly are shown as well.",
+        "Of several runs the curves are drawn together.",
+    )
+    add = parser.add_argument
+    add(
+        "sources",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, or a file that bench compare --json has written",
+    )
+    add(
+        "--output",
+        default="",
+        metavar="FILE",
+        help="where the page goes [report.html in the folder of the one run, else in this folder]",
+    )
+    add("--png", default="", metavar="DIR", help="write the pictures into this folder as well")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
+    return build_parser().parse_all(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_single_process("prunex_mpi.report", parse, report, argv)
 
 
-def report(options: Options) -> None:
+def report(options: argparse.Namespace) -> None:
     """Read the runs, draw, write."""
-    from prunex_mpi.tools.report.write_report import write_report
+    from prunex_mpi.tools.report.page import write_report
 
-    write_report(options)
+    write_report(options.sources, options.output, options.png)
 
 
 if __name__ == "__main__":

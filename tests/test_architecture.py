@@ -336,7 +336,7 @@ def test_what_the_trees_promise_is_what_python_loads():
 
     alone = [name for name in modules() if name.startswith("tools.export_")]
     # For these neither torch nor MPI needs to be there.
-    drawing = [n for n in modules() if n.startswith(("tools.report.", "research.figures."))]
+    drawing = [n for n in modules() if n.startswith(("tools.report.", "research.figures"))]
     program = (
         f"import sys\n{loading([*in_folders(PLAIN), *EARLY])}"
         "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"

@@ -1,10 +1,9 @@
 """The keys of what a run records (metrics.jsonl, layers.jsonl, ranks.jsonl), written and read.
 
-And what the phases of an outer iteration are called on pictures and in sentences, and what an
-evaluation came to.
+And what the phases of an outer iteration are called on pictures, and what an evaluation came to.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +21,6 @@ LABELS = {
     "evaluate": "evaluation",
     "setup": "set-up",
 }
-IN_SENTENCES = {
-    "local": "the local steps",
-    "intra": "the exchange inside nodes",
-    "project": "projection and masks",
-    "inter": "the exchange between nodes",
-    "dual": "corrections and norms",
-    "evaluate": "evaluation",
-    "setup": "setting up the method",
-}
 # Bytes: see `comm.traffic.Traffic`.
 KINDS = ("dense", "payload", "sent", "racks", "mask", "intra", "control", "evaluate", "setup")
 # Of text: tokens of all ranks per second of training.
@@ -41,39 +31,24 @@ SPEED = "tokens_per_second"
 class Measure:
     """The number that tells how good a network is; its key follows `test_` or `val_`.
 
-    It is shown `scale` times as large, with so many `digits`, in `unit`, or the `short` one;
-    `superlative` is what the best one is.
+    It is shown `scale` times as large, with so many `digits`, in `unit`, or the `short` one.
     """
 
     key: str
     label: str
     unit: str
     short: str
-    superlative: str
     scale: float
     digits: int
     higher_is_better: bool
 
     def text(self, value: float) -> str:
         """Return the number with its unit."""
-        return self.shown(self.scale * value)
-
-    def shown(self, scaled: float) -> str:
-        """Return a number that has been scaled already with its unit."""
-        return f"{scaled:.{self.digits}f} {self.unit}"
-
-    def best(self, values: Sequence[float]) -> int:
-        """Return the place of the first of the best of some values."""
-        sign = 1 if self.higher_is_better else -1
-        return max(range(len(values)), key=lambda place: sign * values[place])
-
-    def better(self, value: float, other: float) -> bool:
-        """Return whether `value` is better than `other`."""
-        return value > other if self.higher_is_better else value < other
+        return f"{self.scale * value:.{self.digits}f} {self.unit}"
 
 
-ACCURACY = Measure("accuracy", "accuracy", "%", "%", "most accurate", 100, 2, True)
-LOSS = Measure("loss", "loss", "nats per token", "nats", "lowest loss", 1, 4, False)
+ACCURACY = Measure("accuracy", "accuracy", "%", "%", 100, 2, True)
+LOSS = Measure("loss", "loss", "nats per token", "nats", 1, 4, False)
 
 
 def measure_of(record: Mapping[str, Any]) -> Measure:

@@ -10,9 +10,10 @@ import numpy as np
 
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.config.resolve import make, to_toml
-from prunex_mpi.tools.report.stragglers import INSIDE
 
 VERSIONS = {"prunex_mpi": "0.1.0", "torch": "2.15.0", "mpi": "Open MPI v5.0.11", "python": "3.11.7"}
+# Where the ranks of a node meet; in all others all ranks do.
+INSIDE = ("local", "intra")
 # Milliseconds of work: of any rank, and of one that leads its node.
 WORK_MS = {"local": 80, "intra": 3, "project": 1, "inter": 2, "dual": 4, "evaluate": 30}
 LEADING_MS = {"project": 5, "inter": 8}

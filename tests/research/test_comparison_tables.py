@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from compared import RAN, cells, column, comparison, outcomes
 
+from prunex_mpi import report
 from prunex_mpi.base.files import write_json
-from prunex_mpi.base.record_keys import ACCURACY, LOSS
+from prunex_mpi.base.record_keys import ACCURACY
 from prunex_mpi.base.tables import as_json, format_table
 from prunex_mpi.research.compare.comparison_tables import (
     first_held,
@@ -18,17 +19,8 @@ from prunex_mpi.research.compare.comparison_tables import (
     tuning_table,
 )
 from prunex_mpi.research.compare.outcomes import Outcome, Point, Quality, Tuning
-from prunex_mpi.tools.drawing import styled
-from prunex_mpi.tools.report.comparisons import (
-    MOST_CURVES_DRAWN,
-    Compared,
-    curves_of,
-    front,
-    lead,
-    pictures_of,
-    problem_of,
-    read_compared,
-)
+from prunex_mpi.tools.report import curves
+from prunex_mpi.tools.report.read_compared import Compared, curves_of, problem_of, read_compared
 
 
 def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
@@ -153,7 +145,7 @@ def test_a_course_is_the_mean_over_seeds():
     runs = [Outcome("dense", 0, 0.1, RAN), Outcome("dense", 1, 0.1, other)]
     found = [*runs, Outcome("topk", 0, 0.1, None, "why")]
     (curve,) = curves_of(list(map(asdict, found)), ACCURACY)
-    assert (curve.row, curve.sent_mib, curve.seconds) == ("dense", (0.5, 1), (3, 7))
+    assert (curve.label, curve.sent_mib, curve.seconds) == ("dense", (0.5, 1), (3, 7))
     assert curve.values == pytest.approx((25, 60))
     assert curve.spread == pytest.approx(200**0.5)
     # One was evaluated less often: what both have is drawn.
@@ -182,61 +174,40 @@ def test_what_has_no_accuracy_is_drawn_by_its_loss_the_lowest_first(tmp_path):
         curve = first, replace(second, loss=loss)
         runs += outcomes(row, accuracy=None, loss=loss, curve=curve)
     found = compared(tmp_path, runs, plan="0123")
-    assert [(c.row, c.values) for c in found.curves] == [("low", (2.0, 1.0)), ("high", (2.0, 1.5))]
-    with styled():
-        pictures = pictures_of(found, 1)
-    assert [p.title for p in pictures] == ["Loss against bytes", "Loss against time"]
-    labels = {p.figure.axes[0].get_ylabel() for p in pictures}
-    assert labels == {"validation loss, nats per token"}
+    assert [(c.label, c.values[-1]) for c in found.curves] == [("low", 1.0), ("high", 1.5)]
+    with curves.styled():
+        (panel,) = curves.compared(found, "sent_mib").axes
+    assert panel.get_ylabel() == "validation loss, nats per token"
     # The page shows as many decimals as were printed.
     assert format_table(found.tables[0]) == format_table(
         results_table(comparison(runs, plan="0123"))
     )
-    assert "The best by mean loss is low." in lead(found)
 
 
-def test_the_front_is_what_no_other_row_surpasses_for_less():
-    ends = [(3, 70.0), (1, 50.0), (2, 49.0), (3, 71.0), (9, 71.0), (4, 60.0)]
-    assert front(ends, ACCURACY) == [(1, 50.0), (3, 71.0)]
-    assert front(ends, LOSS) == [(1, 50.0), (2, 49.0)]
+def test_a_comparison_is_its_tables_and_its_pictures(tmp_path, monkeypatch):
+    runs = [*outcomes("dense", "a $b"), Outcome("wild", 0, 0.1, None, "the loss is nan")]
+    compared(tmp_path, runs, title="Some methods", machine={"processor": "a fast one"})
+    monkeypatch.chdir(tmp_path)
+    assert report.main(["found.json"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    for words in ("Some methods", "a fast one", "wild, seed 0, diverged: the loss is nan"):
+        assert words in page
+    assert page.count("<img ") == 2
 
 
 def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first(tmp_path):
-    ran = {f"row {n}": n / 100 for n in range(1, MOST_CURVES_DRAWN + 2)}
-    shares = {"row 1": 0.5, "row 2": 0.97}
-
     def drawn(count: int) -> tuple[list[str], int]:
-        runs = [
-            Outcome(
-                row,
-                0,
-                0.1,
-                replace(
-                    RAN,
-                    curve=(RAN.curve[0], replace(RAN.curve[1], accuracy=accuracy)),
-                    parameters_left=round(RAN.parameters_left * shares.get(row, 1.0)),
-                ),
-            )
-            for row, accuracy in list(ran.items())[:count]
-        ]
-        with styled():
-            panel = pictures_of(compared(tmp_path, runs), 1)[0].figure.axes[0]
-        hollow = [c[0] for c in panel.containers if c[0].get_markerfacecolor() == "white"]
-        assert len(hollow) == 1
-        courses = sum(len(line.get_xdata()) == len(RAN.curve) for line in panel.lines)
-        return panel.get_legend_handles_labels()[1], courses
+        runs = []
+        for n in range(count):
+            curve = (RAN.curve[0], replace(RAN.curve[1], accuracy=n / 100))
+            runs += outcomes(f"row {n}", curve=curve)
+        with curves.styled():
+            (panel,) = curves.compared(compared(tmp_path, runs), "seconds").axes
+        whole = sum(len(line.get_xdata()) == len(RAN.curve) for line in panel.lines)
+        return panel.get_legend_handles_labels()[1], whole
 
-    names, courses = drawn(MOST_CURVES_DRAWN)
-    assert courses == MOST_CURVES_DRAWN
-    assert names[0] == f"row {MOST_CURVES_DRAWN}"
-    names, courses = drawn(MOST_CURVES_DRAWN + 1)
-    assert courses == 0
-    # Who did not end in all seeds is not on the line of the best.
-    given = [run for row in map(str, range(9)) for run in outcomes(row)]
-    given[0] = replace(given[0], measured=replace(RAN, curve=(Point(2, 1, 1.0, 0.9),)))
-    given.append(Outcome("0", 1, 0.1, None, "why"))
-    with styled():
-        panel = pictures_of(compared(tmp_path, given), 1)[0].figure.axes[0]
-    (line,) = (line for line in panel.lines if line.get_color() == "#999999")
-    assert line.get_xydata().tolist() == [[1, 50]]
-    assert names[:2] == [f"1 row {MOST_CURVES_DRAWN + 1}", f"2 row {MOST_CURVES_DRAWN}"]
+    most = curves.MOST_ROWS
+    names, whole = drawn(most)
+    assert (names[0], whole) == (f"row {most - 1}", most)
+    names, whole = drawn(most + 1)
+    assert (names[0], whole) == (f"1: row {most}", 0)

@@ -11,12 +11,10 @@ from safetensors.numpy import save_file
 
 from prunex_mpi import bench
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
-from prunex_mpi.research.figures import run_figures
-from prunex_mpi.research.figures.draw_figure import ratios, scaling
-from prunex_mpi.research.figures.figure_options import FIGURES
-from prunex_mpi.research.figures.run_figures import Drawn
-from prunex_mpi.tools.drawing import styled
-from prunex_mpi.tools.report.read_runs import read_run
+from prunex_mpi.research import figures
+from prunex_mpi.research.figures import FIGURES, Drawn, by_name, ratios, scaling
+from prunex_mpi.tools.report.curves import styled
+from prunex_mpi.tools.report.read_runs import Run, read_run
 
 pytestmark = pytest.mark.any_mpi
 
@@ -49,7 +47,12 @@ def refused(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str
 
 def below(drawn: Drawn) -> dict[str, tuple[str, str]]:
     """Return our value and the paper's by what they are of."""
-    return {row.what: (row.here, row.paper) for row in drawn.rows}
+    return {what: (here, paper) for what, here, paper in drawn.rows}
+
+
+def named(*runs: Run) -> dict[str, Run]:
+    """Return runs by any names."""
+    return {f"run {number}": run for number, run in enumerate(runs)}
 
 
 @pytest.mark.parametrize("number", [n for n in FIGURES if n not in ("9", "12")])
@@ -64,19 +67,19 @@ def test_each_figure_is_one_command(number, run, tmp_path, capsys):
 
 def test_payload_is_told_beside_the_paper_s(run: Path) -> None:
     with styled():
-        found = below(run_figures.payload([read_run(run)]))
+        found = below(figures.payload(by_name([read_run(run)])))
     assert found["prunex"] == (
         "dense 4.00 MiB, at the end 2.00 MiB: 50.0 %",
-        "about 220 MB falling to about 40 %",
+        "221.9 MiB falling to about 40 %",
     )
 
 
 def test_dense_is_labelled_as_what_it_is(run: Path, tmp_path: Path) -> None:
     dense = make_run(tmp_path / "dense", iterations=4, method="dense")
     with styled():
-        drawn = run_figures.volume([read_run(run), read_run(dense)])
-    (panel,) = drawn.figure.axes
-    words = [text.get_text() for text in panel.get_legend().get_texts()]
+        drawn = figures.volume(named(read_run(run), read_run(dense)))
+    (legend,) = drawn.figure.legends
+    words = [text.get_text() for text in legend.get_texts()]
     assert "dense: one full model per OUTER iteration" in words
     assert "dense: one full model per STEP" in words
 
@@ -93,28 +96,28 @@ def test_values_of_the_paper_stand_where_they_belong(tmp_path: Path) -> None:
         for number, settings in enumerate(given)
     ]
     with styled():
-        split = run_figures.split(runs)
-        accuracy = ratios(runs)
-        payload = run_figures.payload(runs)
-        ranks = run_figures.of_ranks(runs[0])
-    assert {row.what.partition(",")[0] for row in split.rows if row.paper != "-"} == {
-        "prunex (0)",
-        "prunex (1)",
-    }
-    assert [row.what for row in accuracy.rows if row.paper != "-"] == [
-        "prunex, channel, keep 0.5",
-        "dense, keep 1",
-    ]
-    assert [row.what for row in payload.rows if "50.3 %" in row.why] == ["prunex (0)"]
-    assert {row.what.endswith("primal") for row in ranks.rows if row.paper != "-"} == {True}
+        split, ranks = figures.split(by_name(runs)), figures.of_ranks(runs[0])
+        accuracy = ratios(by_name([*runs[:2], runs[3], keeping(runs[0], 0.25)]))
+
+    def with_values(drawn: Drawn) -> list[str]:
+        return [what for what, (_, paper) in below(drawn).items() if paper != "-"]
+
+    assert {what.partition(",")[0] for what in with_values(split)} == {"prunex (0)", "prunex (1)"}
+    assert with_values(accuracy) == ["prunex, channel, share of groups, keep 0.5", "dense, keep 1"]
+    assert {what.endswith("primal") for what in with_values(ranks)} == {True}
+
+
+def keeping(run: Run, ratio: float) -> Run:
+    """Return a run as one that keeps another share."""
+    return replace(run, name=f"keep {ratio}", config={**run.config, "keep-ratio": [ratio]})
 
 
 def test_layers_are_named_and_can_be_chosen(run: Path) -> None:
     with styled():
-        drawn = run_figures.of_layers(read_run(run))
+        drawn = figures.of_layers(read_run(run))
         names = read_names(drawn)
-        chosen = run_figures.of_layers(read_run(run), names[-1:])
-    assert 1 < len(names) <= run_figures.TOP_LAYERS
+        chosen = figures.of_layers(read_run(run), names[-1:])
+    assert 1 < len(names) <= figures.TOP_LAYERS
     assert read_names(chosen) == names[-1:]
 
 
@@ -126,20 +129,20 @@ def read_names(drawn: Drawn) -> list[str]:
 def test_dense_has_the_same_bytes_in_every_figure(tmp_path: Path) -> None:
     dense = read_run(make_run(tmp_path / "dense", iterations=4, method="dense"))
     with styled():
-        ((accuracy, _),) = below(run_figures.accuracy([dense])).values()
-        ((volume, _),) = below(run_figures.volume([dense])).values()
+        ((accuracy, _),) = below(figures.accuracy(named(dense))).values()
+        ((volume, _),) = below(figures.volume(named(dense))).values()
     assert accuracy.split(", ")[-1] == volume.split(" → ")[-1]
 
 
 def test_volumes_of_the_paper_s_models_stand_beside_ours(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", iterations=4, model="resnet18")
     with styled():
-        ((here, paper),) = below(run_figures.volume([read_run(path)])).values()
+        ((here, paper),) = below(figures.volume(by_name([read_run(path)]))).values()
     assert (here, paper) == ("16.00 MiB → 9.90 MiB", "2.53 → 1.01 GB in 60")
 
 
 def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
-    shares = run_figures.communication(read_run(run))
+    shares = figures.communication(read_run(run))
     lines = [json.loads(line) for line in (run / "ranks.jsonl").read_text().splitlines()]
     node = np.array(lines[0]["node"])
     leads = [list(node).index(place) for place in np.unique(node)]
@@ -148,16 +151,15 @@ def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
     assert shares["inter"] == pytest.approx((1 - BROADCAST) * inter)
     assert shares["broadcast"] == pytest.approx(BROADCAST * inter)
     with styled():
-        drawn = run_figures.split([read_run(run)])
-    (row,) = (row for row in drawn.rows if row.what.endswith("broadcast in the node"))
-    assert row.paper == "13.8 %"
+        drawn = figures.split(by_name([read_run(run)]))
+    assert below(drawn)["prunex, broadcast in the node"][1] == "13.8 %"
 
 
 @pytest.mark.parametrize("number", ["5", "12"])
 def test_figures_of_accuracy_are_refused_on_text(number, tmp_path, capsys):
     run = make_run(tmp_path / "run", iterations=3, dataset="text")
     code, line = refused(capsys, number, run, "--output", tmp_path / "figure.png")
-    assert code == UNREADABLE and "needs an accuracy" in line and "--evaluate-every" not in line
+    assert code == UNREADABLE and "needs an accuracy" in line
 
 
 def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
@@ -171,14 +173,12 @@ def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
 
 
 def test_scaling_is_measured_over_ranks(tmp_path):
-    paths = [scaled(tmp_path / str(n), n, 6.0 / n**0.5) for n in (4, 1)]
+    runs = [read_run(scaled(tmp_path / str(n), n, 6.0 / n**0.5)) for n in (4, 1)]
     with styled():
-        drawn = scaling([read_run(path) for path in paths])
-    name = "prunex resnet20 digits with fixed masks"
-    assert below(drawn)[name][0].startswith("2.00 on 4 times as many ranks")
-    panel, share = drawn.figure.axes
-    assert len(panel.lines) == 2
-    assert share.lines[0].get_xydata().tolist() == [[1, 100], [4, pytest.approx(50)]]
+        drawn = scaling(named(*runs))
+    here, paper = below(drawn)["prunex resnet20 digits by epochs"]
+    assert here == "2.00 on 4 times as many ranks (1 to 4), 50 %" and paper.startswith("6.75")
+    (panel,) = drawn.figure.axes
     assert panel.lines[0].get_xydata().tolist() == [[1, 1], [4, pytest.approx(2)]]
 
 
@@ -192,43 +192,22 @@ def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path):
         for number, (ranks, settings) in enumerate(given)
     ]
     with styled():
-        drawn = scaling(runs)
-        alone = scaling(runs[:3])
-    name = "prunex resnet20 digits with fixed masks"
-    whole = f"{name}, train-samples 0, payload fp32"
-    assert list(below(drawn)) == [whole]
-    assert below(drawn)[whole][0].startswith("4.00 on 4 times")
-    assert list(below(alone)) == [name]
-    with pytest.raises(UserError, match=f"payload fp32; {name}, payload int4"):
-        scaling([runs[0], runs[3]])
-
-
-def test_scaling_is_of_one_stage_with_the_steps_of_it(tmp_path):
-    runs = []
-    for ranks, fixed in ((1, 20), (2, 5)):
-        path = scaled(tmp_path / str(ranks), ranks, 8.0, local_steps=10, frozen_local_steps=fixed)
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        # The outer iteration that fixes them, the third, has the steps of before.
-        for line in lines[3:]:
-            line["seconds"]["local"] = fixed / 10
-        write_lines(path / "metrics.jsonl", lines)
-        runs.append(read_run(path))
-    with styled():
-        ((name, (here, _)),) = below(scaling(runs)).items()
-    assert name == "prunex resnet20 digits by steps with fixed masks"
-    assert here.startswith("2.00 on 2 times")
+        ((here, _),) = below(scaling(named(*runs[:3]))).values()
+    assert here.startswith("4.00 on 4 times")
+    with pytest.raises(UserError, match="differ in train-samples and payload; give those"):
+        scaling(named(*runs))
 
 
 def test_runs_whose_work_or_ranks_change_have_no_place_in_scaling(tmp_path):
     run = read_run(scaled(tmp_path / "run", 2, 1.0))
     growing = read_run(scaled(tmp_path / "qsr", 4, 1.0, method="qsr"))
-    with pytest.raises(UserError, match=r"qsr have more and more local steps.*qsr' away"):
-        scaling([run, growing])
+    with pytest.raises(UserError, match=r"not all outer iterations of .*qsr' have as many"):
+        scaling(named(run, growing))
     lines = [json.loads(line) for line in (run.path / "ranks.jsonl").read_text().splitlines()]
     fewer = make_run(tmp_path / "fewer", iterations=1, nodes=(1,)) / "ranks.jsonl"
     write_lines(run.path / "ranks.jsonl", [*lines, json.loads(fewer.read_text())])
     with pytest.raises(UserError, match=r"the ranks of .* changed \(1 and 2\)"):
-        scaling([run])
+        scaling(named(run))
 
 
 def test_ratios_have_the_spread_of_their_seeds(tmp_path):
@@ -240,12 +219,12 @@ def test_ratios_have_the_spread_of_their_seeds(tmp_path):
         runs.append(read_run(path))
     dense = make_run(tmp_path / "dense", iterations=4, method="dense")
     with styled():
-        found = below(ratios([*runs, read_run(dense)]))
-    assert found["prunex, channel, keep 0.5"] == (
+        found = below(ratios(named(*runs, read_run(dense))))
+    assert found["prunex, channel, share of groups, keep 0.5"] == (
         "85.00 ± 7.07 % (2 runs)",
         "81.39 % in the text, 82.8 % in the caption",
     )
-    assert found["prunex, channel, keep 0.25"] == ("70.00 % (1 run)", "-")
+    assert found["prunex, channel, share of groups, keep 0.25"] == ("70.00 % (1 run)", "-")
     assert found["dense, keep 1"][1] == "85.96 %"
 
 
@@ -257,25 +236,18 @@ def test_ratios_say_what_they_count_and_on_which_images(tmp_path):
     # As `bench compare` keeps it.
     kept = {"test_accuracy": None, "validation": {"accuracy": 0.5, "loss": 1.0}}
     runs[1] = replace(runs[1], summary=runs[1].summary | kept)
-    dense = replace(runs[1], path=tmp_path, config={"method": "dense"})
     with styled():
-        drawn, alone = ratios(runs), ratios([runs[1], dense])
-    assert [row.what for row in drawn.rows] == [
-        "prunex, coupled, keep 0.5",
-        "prunex, coupled, by parameters, keep 0.25",
+        drawn = ratios(named(*runs))
+    assert [row[0] for row in drawn.rows] == [
+        "prunex, coupled, share of groups, keep 0.5",
+        "prunex, coupled, share of parameters, keep 0.25",
     ]
-    panels = [one.figure.axes[0] for one in (drawn, alone)]
-    assert [panel.get_ylabel() for panel in panels] == [
-        "test or held-out accuracy % at the end",
-        "held-out accuracy % at the end",
-    ]
-    assert panels[0].get_xlabel() == "keep ratio: share of the groups or parameters that is kept"
-    assert "share of the parameters that" in panels[1].get_xlabel()
+    assert drawn.figure.axes[0].get_ylabel() == "test or held-out accuracy % at the end"
 
 
 def test_patterns_are_those_of_the_weights(run):
     with styled():
-        drawn = run_figures.patterns(read_run(run), ("a", "b.weight"))
+        drawn = figures.patterns(read_run(run), ("a", "b.weight"))
     (stripes, dense) = (axes.images[0].get_array() for axes in drawn.figure.axes)
     assert stripes.shape == (4, 12) and dense.shape == (2, 18)
     # White zeros at an edge are told from the page by a frame.
@@ -284,7 +256,7 @@ def test_patterns_are_those_of_the_weights(run):
     assert stripes[1].max() == 0 and stripes[:, 8:].max() == 0 and stripes[0, :8].min() == 1
     assert "whole rows of zeros 1 of 4, columns 4 of 12" in below(drawn)["a.weight"][0]
     # Unasked, only what has zeros is shown.
-    assert list(run_figures.read_weights(read_run(run), ())) == ["a.weight"]
+    assert list(figures.read_weights(read_run(run), ())) == ["a.weight"]
 
 
 @pytest.mark.parametrize(
@@ -305,7 +277,6 @@ def test_patterns_are_those_of_the_weights(run):
         ("14 RUN", "no figure '14'"),
         ("5 RUN --output x.txt", ".svg, .png or .pdf"),
         ("5 RUN --layers a", "--layers is for figures 11 and 13"),
-        ("10 RUN --layers a", "ranks record norms over all layers"),
         ("5 NOWHERE", "there is no run"),
         ("5", "required: RUN"),
     ],

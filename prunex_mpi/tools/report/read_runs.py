@@ -1,4 +1,4 @@
-"""Read the files of runs, however long they are and however a run ended; thin out what is long.
+"""Read run directories, however long a run is and however it ended.
 
 Nothing is held but columns of numbers. What a job is writing just now may end in half a line; any
 other line that can't be read is refused.
@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,24 +26,29 @@ from prunex_mpi.base.files import (
     read_text,
     tomllib,
 )
-from prunex_mpi.base.record_keys import ACCURACY, LOSS, RESIDUALS, Measure, flat_table
+from prunex_mpi.base.record_keys import (
+    ACCURACY,
+    LOSS,
+    RESIDUALS,
+    Measure,
+    flat_table,
+)
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import TEXT
-from prunex_mpi.tools.report.stragglers import RankRecord
 
 CONFIG = "config.toml"
-OF_LAYERS = ("density", "rho1", "rho2", *RESIDUALS)
+OF_LAYERS = ("density", *RESIDUALS)
 # A job that is well gives a sign of life every five seconds.
 ALIVE_S = 60.0
 ENDS = {
-    "running": "it is still going",
-    "broken off": "it was broken off",
-    "diverged": "it diverged",
-    "preempted": "it was preempted",
+    "running": "is still going, or was broken off in the last minute,",
+    "broken off": "was broken off",
+    "diverged": "diverged",
+    "preempted": "was preempted (--resume goes on with it)",
 }
 BEGIN = b'{"iteration": '
-# Columns of points over the width of a picture; each keeps its lowest and its highest.
-COLUMNS = 260
+# The phases in which leaders have other work than the ranks that they lead.
+BY_ROLE = ("intra", "project", "inter")
 
 
 class NothingYet(UserError):
@@ -141,10 +146,6 @@ class Run:
         """Return what config.toml says."""
         return self.config.get(key, otherwise)
 
-    def sizes(self) -> list[int]:
-        """Return how many ranks the nodes have, as far as it is known."""
-        return self.summary.get("nodes", [])
-
 
 @dataclass(frozen=True)
 class Layers:
@@ -153,6 +154,39 @@ class Layers:
     names: tuple[str, ...]
     iterations: np.ndarray
     values: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One outer iteration of all ranks: each one's node, and seconds float64 [ranks] by phase.
+
+    `exchange` is what collectives took, waiting and transmitting; `broadcast` [ranks] is the part
+    of phase 4's exchange that was the broadcast in the node; `hosts` are the nodes' names, where a
+    job begins.
+    """
+
+    iteration: int
+    node: np.ndarray
+    work: Mapping[str, np.ndarray]
+    exchange: Mapping[str, np.ndarray]
+    residuals: Mapping[str, np.ndarray]
+    broadcast: np.ndarray
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def leads(self) -> np.ndarray:
+        """Whether each rank is the first of its node; bool [ranks]."""
+        return np.array([place not in self.node[:rank] for rank, place in enumerate(self.node)])
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that worked longer in a phase than its peers, in an outer iteration on average."""
+
+    phase: str
+    rank: int
+    host: str
+    seconds: float
 
 
 def shown(path: Path | str) -> str:
@@ -181,13 +215,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         raise UserError("none of these runs has a finished outer iteration to show", UNREADABLE)
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
-        # As many folders above as it takes to tell them apart.
-        most = max(len(path.parts) for path in whole)
-        for depth in range(2, most + 1):
-            names = [shown(Path(*run.path.resolve().parts[-depth:])) for run in runs]
-            if len(set(names)) == len(names):
-                break
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+        return [replace(run, name=shown(run.path)) for run in runs]
+    return runs
 
 
 def read_run(path: Path) -> Run:
@@ -245,9 +274,7 @@ def how_it_ended(path: Path, summary: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def read_changes(path: Path) -> list[dict[str, Any]]:
-    """Return who was lost and who joined, as far as the lines of a run tell; raise UserError."""
-    if not (path / NODES).exists():
-        return []
+    """Return who was lost and who joined; raise UserError."""
     return [record for _, record in records_of(path / NODES) if record is not None]
 
 
@@ -263,43 +290,44 @@ def last_sign(path: Path) -> float:
     return max(signs)
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield number, bytes and whether it is whole of each line; raise UserError."""
-    try:
-        with open_regular(path) as file:
-            for number, line in enumerate(file, 1):
-                yield number, line, line.endswith(b"\n")
-    except OSError as error:
-        reason = f"{quote(shown(path), 250)} can't be read: {error.strerror}"
-        raise UserError(reason, UNREADABLE) from None
-
-
-def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Return the record of a line; raise UserError where it is none."""
-    try:
-        record = json.loads(line)
-        if isinstance(record, dict) and type(record.get("iteration")) is int:
-            return record
-    except (ValueError, RecursionError):
-        pass
-    raise damaged(path, number)
-
-
 def damaged(path: Path, number: int) -> UserError:
     """Return the error of a line that no run has written."""
     where = quote(shown(path), 250)
     return UserError(f"{where}, line {number} is damaged; put back what the run wrote", UNREADABLE)
 
 
-def records_of(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield number and record of each line, None for a last one that is cut; raise UserError."""
-    for number, line, whole in lines_of(path):
-        try:
-            yield number, parse_line(path, number, line)
-        except UserError:
-            if whole:
-                raise
-            yield number, None
+def records_of(
+    path: Path, wanted: Collection[int] | None = None
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield number and record of each line, None for a last one that is cut.
+
+    Nothing where there is no such file. Lines of iterations that are not `wanted`, if that is
+    given, are passed over unread. Raises UserError.
+    """
+    heads = None if wanted is None else {b"%s%d" % (BEGIN, k) for k in wanted}
+    try:
+        if not path.exists():
+            return
+        with open_regular(path) as file:
+            for number, line in enumerate(file, 1):
+                if heads is None or line[: line.find(b",")] in heads or not line.startswith(BEGIN):
+                    yield number, parse_line(path, number, line)
+    except OSError as error:
+        reason = f"{quote(shown(path), 250)} can't be read: {error.strerror}"
+        raise UserError(reason, UNREADABLE) from None
+
+
+def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line, None where it is cut; raise UserError where it is none."""
+    try:
+        record = json.loads(line)
+        if isinstance(record, dict) and type(record.get("iteration")) is int:
+            return record
+    except (ValueError, RecursionError):
+        pass
+    if line.endswith(b"\n"):
+        raise damaged(path, number)
+    return None
 
 
 def read_metrics(path: Path, status: str, reason: str) -> tuple[dict[str, np.ndarray], bool]:
@@ -307,29 +335,25 @@ def read_metrics(path: Path, status: str, reason: str) -> tuple[dict[str, np.nda
     file, where = path / METRICS, quote(shown(path), 250)
     columns: dict[str, list[float]] = {"iteration": []}
     cut, count = False, 0
-    if file.exists():
-        for number, record in records_of(file):
-            if record is None:
-                cut = True
-                break
-            try:
-                numbers = flattened(record)
-            except OverflowError:
-                raise damaged(file, number) from None
-            if count and not numbers["iteration"] > columns["iteration"][-1]:
-                raise damaged(file, number)
-            for name in numbers.keys() - columns.keys():
-                columns[name] = [np.nan] * count
-            for name, column in columns.items():
-                column.append(numbers.get(name, np.nan))
-            count += 1
+    for number, record in records_of(file):
+        if record is None:
+            cut = True
+            break
+        try:
+            numbers = flattened(record)
+        except OverflowError:
+            raise damaged(file, number) from None
+        if count and not numbers["iteration"] > columns["iteration"][-1]:
+            raise damaged(file, number)
+        for name in numbers.keys() - columns.keys():
+            columns[name] = [np.nan] * count
+        for name, column in columns.items():
+            column.append(numbers.get(name, np.nan))
+        count += 1
     if not count:
-        text = f"{where} has no finished outer iteration: {ENDS.get(status, status)}"
+        text = f"{where} has no finished outer iteration ({status})"
         raise NothingYet(f"{text}, {reason}" if reason else text, UNREADABLE)
-    # In the order of the run's files, whatever came first.
-    order = [*dict.fromkeys([*flattened(record or {"iteration": 0}), *columns])]
-    known = [name for name in order if name in columns]
-    return {name: np.array(columns[name], dtype=np.float64) for name in known}, cut
+    return {name: np.array(column) for name, column in columns.items()}, cut
 
 
 def flattened(record: Mapping[str, Any]) -> dict[str, float]:
@@ -346,36 +370,14 @@ def spread_out(iterations: np.ndarray, most: int) -> list[int]:
     return [int(k) for k in iterations[np.unique(places)]]
 
 
-def read_layers(path: Path, wanted: Sequence[int]) -> Layers | None:
-    """Return what layers.jsonl says of the iterations `wanted`; None where there is nothing.
-
-    Lines of others are passed over unread. Raises UserError.
-    """
-    file = path / LAYERS
-    if not file.exists():
-        return None
-    chosen = set(wanted)
+def read_layers(path: Path, wanted: Collection[int]) -> Layers | None:
+    """Return what layers.jsonl says of these iterations, None for nothing; raise UserError."""
     rows: dict[int, dict[str, tuple[float, ...]]] = {}
-    # As a line says it: the lines of an outer iteration lie together.
-    passed = b""
-    for number, line, whole in lines_of(file):
-        if line.startswith(BEGIN):
-            text = line[len(BEGIN) : line.find(b",")]
-            if text == passed:
-                continue
-            if text.isdigit() and int(text) not in chosen:
-                passed = text
-                continue
-        try:
-            record = parse_line(file, number, line)
-        except UserError:
-            if whole:
-                raise
-            break
-        if record["iteration"] in chosen:
-            layer, numbers = str(record.get("layer")), flattened(record)
+    for _, record in records_of(path / LAYERS, wanted):
+        if record is not None and record["iteration"] in wanted:
+            numbers = flattened(record)
             values = tuple(numbers.get(name, np.nan) for name in OF_LAYERS)
-            rows.setdefault(record["iteration"], {})[layer] = values
+            rows.setdefault(record["iteration"], {})[str(record.get("layer"))] = values
     if not rows:
         return None
     iterations = sorted(rows)
@@ -389,8 +391,6 @@ def read_layers(path: Path, wanted: Sequence[int]) -> Layers | None:
 def read_ranks(path: Path) -> Iterator[RankRecord]:
     """Yield the records of ranks.jsonl, nothing where there is none; raise UserError."""
     file = path / RANKS
-    if not file.exists():
-        return
     for number, record in records_of(file):
         if record is None:
             return
@@ -421,46 +421,58 @@ def rank_record(record: Mapping[str, Any]) -> RankRecord:
 
 
 # --------------------------------------------------------------------------------------------------
-# Long runs: no more than a screen can show, and nothing that sticks out is lost
+# Ranks that the others waited for
 # --------------------------------------------------------------------------------------------------
 
 
-def thin(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most two points per column, its extremes in their order, first and last kept.
+def find_stragglers(records: Iterable[RankRecord]) -> list[Straggler]:
+    """Return the ranks that worked longer than their peers, by phase, the worst first.
 
-    x rises. Points without a finite y are left out first.
+    What a rank waits for is another one's work, so work counts, as the excess of its sum over that
+    of the peers. Ranks may become more or fewer, and move, where a run goes on in another job.
     """
-    there = np.isfinite(x) & np.isfinite(y)
-    x, y = x[there], y[there]
-    if len(x) <= 2 * columns or x[-1] <= x[0]:
-        return x, y
-    column = np.minimum(((x - x[0]) / (x[-1] - x[0]) * columns).astype(int), columns - 1)
-    starts = np.flatnonzero(np.diff(column, prepend=-1))
-    kept = {0, len(x) - 1}
-    for begin, end in zip(starts, [*starts[1:], len(x)], strict=True):
-        kept.add(begin + int(np.argmin(y[begin:end])))
-        kept.add(begin + int(np.argmax(y[begin:end])))
-    places = np.array(sorted(kept))
-    return x[places], y[places]
+    found: dict[tuple[str, int, str], float] = {}
+    names: tuple[str, ...] = ()
+    count = 0
+    sums: dict[str, np.ndarray] = {}
+    before: RankRecord | None = None
+
+    def settle() -> None:
+        """Charge each rank of the records since the last change with its excess."""
+        for phase, work in sums.items():
+            for rank, seconds in enumerate(excess(work, phase, before.leads)):
+                node = before.node[rank]
+                host = names[node] if 0 <= node < len(names) else ""
+                found[phase, rank, host] = found.get((phase, rank, host), 0.0) + float(seconds)
+
+    for record in records:
+        if before is not None and (record.hosts or not np.array_equal(record.node, before.node)):
+            settle()
+            sums = {}
+        names, before, count = record.hosts or names, record, count + 1
+        for phase, work in record.work.items():
+            sums[phase] = sums.get(phase, 0.0) + np.nan_to_num(work)
+    if before is not None:
+        settle()
+    ranked = sorted(found.items(), key=lambda item: (-item[1], item[0][1]))
+    return [Straggler(*place, seconds / count) for place, seconds in ranked if seconds > 0]
 
 
-def starts_of(size: int, columns: int) -> np.ndarray:
-    """Return where each of at most so many columns of `size` points begins."""
-    count = min(size, columns)
-    return np.unique((np.arange(count) * size / count).astype(int))
+def excess(work: np.ndarray, phase: str, leads: np.ndarray) -> np.ndarray:
+    """Return how much longer each rank worked than its peers, float64 [ranks].
 
-
-def binned(iterations: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
-    """Return the borders of at most `columns` columns of iterations, and where each begins.
-
-    The borders lie half an iteration before the first and after the last of a column.
+    The lower median stands for these, so that of two ranks the faster one does. Where leaders have
+    work of their own, peers have the same role; what the only leader does is its task.
     """
-    starts = starts_of(len(iterations), columns)
-    edges = np.append(iterations[starts], iterations[-1] + 1) - 0.5
-    return edges, starts
+    late = work - lower_median(work)
+    if phase in BY_ROLE and not leads.all():
+        late[leads] = work[leads] - lower_median(work[leads])
+        # One that does not lead and has no peer works no longer than a leader.
+        if (~leads).sum() > 1:
+            late[~leads] = work[~leads] - lower_median(work[~leads])
+    return late
 
 
-def means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the mean of each column, which begins at `starts`; NaN counts as 0."""
-    counts = np.diff(np.append(starts, len(values)))
-    return np.add.reduceat(np.nan_to_num(values), starts) / counts
+def lower_median(work: np.ndarray) -> float:
+    """Return what half of the ranks take at most."""
+    return float(np.sort(work)[(len(work) - 1) // 2])

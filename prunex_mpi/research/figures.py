@@ -1,0 +1,600 @@
+"""The paper's figures from runs: `python -m prunex_mpi.bench figure`, its values beside ours.
+
+What training reaches and costs in bytes and time (5 to 8), strong scaling (9), residuals of each
+rank and layer (10, 11), accuracy against the keep ratio (12), patterns of zeros (13).
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, enumerated, listed, meant, quote
+from prunex_mpi.base.files import RANKS, STATE
+from prunex_mpi.base.record_keys import ACCURACY, RESIDUALS
+from prunex_mpi.base.single_process import require_packages
+from prunex_mpi.base.tables import Table, format_table
+from prunex_mpi.config.parser import Parser, program_parser
+from prunex_mpi.config.resolve import BY_NAME, FIELDS, toml_key
+from prunex_mpi.settings.fields import OF_THE_JOB
+from prunex_mpi.tools.report import curves
+from prunex_mpi.tools.report.curves import (
+    COLOURS,
+    DPI,
+    MOST_CURVES,
+    PHASE_COLOURS,
+    RESIDUAL_WORDS,
+    Named,
+    add_legend,
+    along,
+    duration_words,
+    look_of,
+    new_figure,
+    new_panel,
+    plain,
+    size_words,
+    styled,
+    unit_of_bytes,
+)
+from prunex_mpi.tools.report.page import unequal
+from prunex_mpi.tools.report.read_runs import (
+    Run,
+    read_layers,
+    read_ranks,
+    read_runs,
+    shown,
+    spread_out,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = (".svg", ".png", ".pdf")
+FIGURES = {
+    "5": "accuracy against time and against bytes between nodes",
+    "6a": "payload per outer iteration",
+    "6b": "bytes over a run, dense and pruned",
+    "7": "synchronisation time per outer iteration",
+    "8": "how communication time is split",
+    "9": "strong scaling",
+    "10": "residuals of each rank",
+    "11": "residuals of each layer",
+    "12": "accuracy against the keep ratio",
+    "13": "sparsity patterns of layers",
+}
+NONE = "-"
+PAPER = "The paper's values are of ResNet-152 on CIFAR-10 with 64 GPUs, unless they say otherwise."
+OF_METHOD = {
+    "prunex": {
+        "5": "70 % in 8 min",
+        "6a": "221.9 MiB falling to about 40 %",
+        "7": "0.10 s",
+        "9": "6.75 on 8 times as many GPUs (8 to 64), 84.4 %",
+    },
+    "dense": {"5": "65 % in 14 min", "7": "0.50 s (DDP)", "9": "5.81, 72.7 %"},
+    "topk": {"5": "50 % in 14 min", "9": "3.71"},
+    "prunex-flat": {"7": "spikes"},
+}
+VOLUMES = {
+    "resnet18": "2.53 → 1.01 GB in 60",
+    "wide_resnet50_2": "14.88 → 5.97 GB in 60",
+    "resnet152": "13.00 → 5.21 GB in 60",
+}
+RATIOS = {1.0: "85.96 %", 0.5: "81.39 % in the text, 82.8 % in the caption"}
+DECAY = "from 1e0 to 1e-2"
+# Of the time of communication: words, the paper's shares and colours, by phase; the broadcast is
+# phase 4's.
+PARTS = {
+    "inter": ("between nodes", "68.4 %", PHASE_COLOURS["inter"]),
+    "broadcast": ("broadcast in the node", "13.8 %", COLOURS[4]),
+    "intra": ("inside the node, gradients included", "17.8 %", PHASE_COLOURS["intra"]),
+    "local": ("agreement in the local steps", NONE, PHASE_COLOURS["local"]),
+    "project": ("mask agreement", NONE, PHASE_COLOURS["project"]),
+    "dual": ("loss and norms", NONE, PHASE_COLOURS["dual"]),
+}
+# What runs of one curve may differ in: what changes no work, and in figure 9 how long they are,
+# where their stages lie, and what goes with the number of ranks.
+OF_ANY_CURVE = (*OF_THE_JOB, "preset", "seed", "init_from", "init_digest", "teacher_digest")
+OF_ONE_CURVE = {
+    "9": (
+        *("outer_iterations", "local_epochs", "local_steps", "comm_share", "batch_size"),
+        *("grad_accum_steps", "lr", "lr_schedule", "lr_scaling", "warmup_ratio", "min_lr_ratio"),
+        *("image_mean", "image_std", "test_samples", "evaluate_every", "warmup_iterations"),
+        *("keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
+        *("dgc_warmup_epochs", "prunetrain_reconfigure_every"),
+    ),
+    "12": ("keep_ratio", "teacher"),
+}
+# Iterations of a curve of a layer; layers that can be told apart; how many figures 11 and 13 show.
+LAYER_COLUMNS, MOST_LAYERS, TOP_LAYERS, PATTERNS = 240, 10, 5, 4
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure, and what is printed with it: rows of what, our value, and the paper's or "-"."""
+
+    figure: "Figure"
+    rows: Sequence[tuple[str, str, str]]
+    notes: Sequence[str] = ()
+
+
+def build_parser() -> Parser:
+    """Return the parser of the flags of figure."""
+    parser = program_parser(
+        "bench figure",
+        "Draw one of the figures of the PruneX paper from runs, and print the paper's values "
+        "beside those of the runs. No MPI is started.",
+        "Figures: " + "; ".join(f"{number} {what}" for number, what in FIGURES.items()) + ".",
+    )
+    add = parser.add_argument
+    add("number", metavar="N", help=", ".join(FIGURES))
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
+    add("--output", default="", metavar="FILE", help=".svg, .png or .pdf [figure-N.svg]")
+    add("--layers", nargs="+", default=[], metavar="NAME", help="11, 13: layers [five, four]")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return what `argv`, without the words before, asks for; raise UserError in one line."""
+    given = build_parser().parse_all(argv)
+    if given.number not in FIGURES:
+        raise UserError(f"there is no figure {quote(given.number)}; there are {', '.join(FIGURES)}")
+    if given.layers and given.number not in ("11", "13"):
+        raise UserError("--layers is for figures 11 and 13; leave it away")
+    if len(given.layers) > MOST_LAYERS:
+        raise UserError(f"--layers: at most {MOST_LAYERS} can be told apart in a figure")
+    given.output = given.output or f"figure-{given.number}.svg"
+    if Path(given.output).suffix not in KINDS:
+        where = quote(given.output, 250)
+        raise UserError(f"--output {where}: give a name that ends in .svg, .png or .pdf")
+    return given
+
+
+def figure(options: argparse.Namespace) -> None:
+    """Write the figure and print the values beside the paper's; raise UserError."""
+    require_packages("bench figure", "report", "matplotlib")
+    number = options.number
+    if number in OF_ONE_RUN and len(options.runs) > 1:
+        raise UserError(f"figure {number} is of one run; give one")
+    if len(options.runs) > MOST_CURVES and number not in ("9", "12"):
+        raise UserError(f"at most {MOST_CURVES} runs can be told apart; give fewer")
+    runs = read_runs(options.runs)
+    with styled():
+        alone = OF_ONE_RUN.get(number)
+        drawn = alone(runs[0], options.layers) if alone else OF_RUNS[number](by_name(runs))
+        try:
+            drawn.figure.savefig(options.output, dpi=DPI)
+        except OSError as error:
+            where = quote(options.output, 250)
+            raise UserError(f"--output {where}: {error.strerror}; choose another") from None
+    title, columns = f"Figure {number}: {FIGURES[number]}", ("what", "here", "paper")
+    print(format_table(Table(title, columns, tuple(drawn.rows), (*drawn.notes, PAPER))))
+    print(f"written to {shown(options.output)}", flush=True)
+
+
+def by_name(runs: Sequence[Run]) -> Named:
+    """Return the runs by their names in pictures: the method, and the folder where it is shared."""
+    methods = [str(run.setting("method", "?")) for run in runs]
+    return {
+        method if methods.count(method) == 1 else f"{method} ({run.name})": run
+        for method, run in zip(methods, runs, strict=True)
+    }
+
+
+def lacking(number: str, run: Run, what: str) -> UserError:
+    """Return the error of a run that lacks what a figure needs."""
+    where = quote(shown(run.path), 250)
+    return UserError(f"figure {number} needs {what}, which {where} does not have", UNREADABLE)
+
+
+def require(number: str, named: Named, column: str, what: str) -> None:
+    """Raise UserError for a run that lacks a column of metrics.jsonl which a figure needs."""
+    for run in named.values():
+        if not run.has(column):
+            raise lacking(number, run, what)
+
+
+def paper_of(run: Run, number: str) -> str:
+    """Return what the paper has for the method of a run."""
+    return OF_METHOD.get(str(run.setting("method")), {}).get(number, NONE)
+
+
+def as_in_the_paper(run: Run) -> bool:
+    """Return whether a run prunes as the paper's main configuration does: input channels."""
+    return run.setting("method") == "prunex" and run.setting("groups") == ["channel"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Accuracy, bytes and time
+# --------------------------------------------------------------------------------------------------
+
+
+def accuracy(named: Named) -> Drawn:
+    """Draw figure 5: accuracy against time and against bytes between nodes."""
+    for run in named.values():
+        if run.measure is not ACCURACY or not np.isfinite(run.judged).any():
+            raise lacking("5", run, "an accuracy")
+    figure = new_figure(3.4, 7.6)
+    panels = figure.subplots(1, 2, sharey=True)
+    curves.draw_measure(panels[0], named, "seconds")
+    curves.draw_measure(panels[1], named, "bytes.payload")
+    panels[1].set_ylabel("")
+    add_legend(figure)
+    rows = []
+    for name, run in named.items():
+        seconds, sent = (float(along(run, axis)[-1]) for axis in ("seconds", "bytes.payload"))
+        here = f"{run.final:.1f} % ({run.final_on}) in {duration_words(seconds)}"
+        rows.append((name, f"{here}, {size_words(sent)}", paper_of(run, "5")))
+    return Drawn(figure, rows, unequal([*named.values()]))
+
+
+def payload(named: Named) -> Drawn:
+    """Draw figure 6a: what a leader hands over in each outer iteration, and if it were dense."""
+    require("6a", named, "bytes.payload", "bytes")
+    rows = []
+    for name, run in named.items():
+        dense, sent = run.column("bytes.dense"), run.column("bytes.payload")
+        here = f"dense {size_words(dense[0])}, at the end {size_words(sent[-1])}: "
+        rows.append((name, f"{here}{100 * sent[-1] / dense[-1]:.1f} %", paper_of(run, "6a")))
+    note = "Half of the input channels of ResNet-152 leave 50.3 %, not the paper's 40 %."
+    channels = any(as_in_the_paper(run) for run in named.values())
+    return Drawn(curves.payload(named), rows, [note] if channels else [])
+
+
+def volume(named: Named) -> Drawn:
+    """Draw figure 6b: the bytes of whole runs, and if they were dense."""
+    require("6b", named, "bytes.payload", "bytes")
+    dense, sent = (
+        np.array([run.total(f"bytes.{kind}") for run in named.values()])
+        for kind in ("dense", "payload")
+    )
+    size, unit = unit_of_bytes(float(max(dense.max(), sent.max())))
+    figure, panel = new_panel(1.5 + 0.55 * max(2, len(named)))
+    places = np.arange(len(named))
+    per_step = np.array([BY_NAME[str(run.setting("method"))].per_step for run in named.values()])
+    light = {"facecolor": "#e4e4e4", "edgecolor": "#555555", "linewidth": 0.6}
+    for which, word, hatch in ((~per_step, "OUTER iteration", ""), (per_step, "STEP", "////")):
+        if which.any():
+            look = {"label": f"dense: one full model per {word}", "hatch": hatch, **light}
+            panel.barh(places[which] - 0.2, dense[which] / size, 0.38, **look)
+    panel.barh(places + 0.2, sent / size, 0.38, color=COLOURS[1], label="sent")
+    curves.name_bars(panel, [*named])
+    panel.set_xlabel(f"{unit} per leader between nodes, whole run")
+    add_legend(figure)
+    rows = []
+    for number, (name, run) in enumerate(named.items()):
+        known = VOLUMES if run.setting("method") == "prunex" else {}
+        what = f"{name}, {len(run.iterations)} outer iterations"
+        here = f"{size_words(dense[number])} → {size_words(sent[number])}"
+        rows.append((what, here, known.get(str(run.setting("model")), NONE)))
+    note = "The paper's dense figure is one full model per OUTER iteration, not per step of SGD."
+    return Drawn(figure, rows, [note])
+
+
+def waiting(named: Named) -> Drawn:
+    """Draw figure 7: the seconds of synchronisation of each outer iteration."""
+    require("7", named, "seconds.inter", "seconds by phase")
+    rows = []
+    for name, run in named.items():
+        columns = (curves.synchronised(run), run.filled("seconds.inter"))
+        whole, outer = (duration_words(float(np.median(column))) for column in columns)
+        most = duration_words(float(columns[0].max()))
+        here = f"median {whole}, between nodes {outer}; most {most}"
+        rows.append((name, here, paper_of(run, "7")))
+    note = (
+        "Of an outer iteration, as rank 0 took it: all steps of methods that exchange at each, and "
+        "with --node-sync step the gradients of all local steps; the paper averages once."
+    )
+    return Drawn(curves.synchronisation(named), rows, [note])
+
+
+def split(named: Named) -> Drawn:
+    """Draw figure 8: how the time of communication is split."""
+    rows, shares = [], []
+    for name, run in named.items():
+        seconds = communication(run)
+        whole = sum(seconds.values())
+        if not whole:
+            raise lacking("8", run, f"any communication in {RANKS}")
+        shares.append({part: 100 * value / whole for part, value in seconds.items()})
+        for part, (word, paper, _) in PARTS.items():
+            if share := shares[-1][part]:
+                known = paper if run.setting("method") == "prunex" else NONE
+                rows.append((f"{name}, {word}", f"{share:.1f} %", known))
+    widths = {part: np.array([share[part] for share in shares]) for part in PARTS}
+    bars = [(PARTS[part][0], w, PARTS[part][2]) for part, w in widths.items() if w.any()]
+    figure = curves.stacked([*named], bars)
+    figure.axes[0].set_xlim(0, 100)
+    figure.axes[0].set_xlabel("% of the time of communication")
+    return Drawn(figure, rows, ["Of the leaders of the nodes, which the others wait for."])
+
+
+def communication(run: Run) -> dict[str, float]:
+    """Return the seconds that leaders spent in collectives by part.
+
+    What comes behind the local steps counts as far as it is waited for.
+    """
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for record in read_ranks(run.path):
+        for part, taken in record.exchange.items():
+            if part in PARTS:
+                seconds[part] += float(np.nan_to_num(taken[record.leads]).mean())
+        handed = float(np.nan_to_num(record.broadcast[record.leads]).mean())
+        seconds["inter"] -= handed
+        seconds["broadcast"] += handed
+    return seconds
+
+
+# --------------------------------------------------------------------------------------------------
+# Over settings
+# --------------------------------------------------------------------------------------------------
+
+
+def grouped(number: str, named: Named, series: Callable[[Run], str]) -> dict[str, list[Run]]:
+    """Return the runs of each curve by its name; raise UserError where they are of other work."""
+    found: dict[str, list[Run]] = {}
+    for run in named.values():
+        found.setdefault(series(run), []).append(run)
+    free = (*OF_ANY_CURVE, *OF_ONE_CURVE[number])
+    keys = [toml_key(name) for name in FIELDS if name not in free]
+    for name, some in found.items():
+        apart = [key for key in keys if len({str(run.setting(key)) for run in some}) > 1]
+        if apart:
+            raise UserError(
+                f"figure {number}: the runs of {name} differ in {enumerated(apart)}; give those "
+                "that are alike in it"
+            )
+    return found
+
+
+def scaling(named: Named) -> Drawn:
+    """Draw figure 9 from runs with different numbers of ranks."""
+    found = grouped("9", named, scaling_series)
+    # Of runs with as many ranks the fastest one counts.
+    rates = {name: dict(sorted(map(measure, some))) for name, some in found.items()}
+    series = {name: best for name, best in rates.items() if len(best) > 1}
+    if not series:
+        raise UserError(
+            "figure 9 needs runs of one method and of one work with different numbers of ranks; "
+            f"these are {'; '.join(found)}"
+        )
+    figure, panel = new_panel(3.6)
+    rows, farthest = [], 1.0
+    for number, (name, best) in enumerate(series.items()):
+        fewest = min(best)
+        x = np.array([*best]) / fewest
+        y = np.array([*best.values()]) / best[fewest]
+        panel.plot(x, y, label=plain(name), **look_of(number))
+        farthest = max(farthest, x[-1])
+        ranks = f"{x[-1]:g} times as many ranks ({fewest} to {max(best)})"
+        here = f"{y[-1]:.2f} on {ranks}, {100 * y[-1] / x[-1]:.0f} %"
+        rows.append((name, here, paper_of(found[name][0], "9")))
+    ideal = np.array([1, farthest])
+    panel.plot(ideal, ideal, color="#888888", linewidth=0.8, label="ideal")
+    for scale, axis in ((panel.set_xscale, panel.xaxis), (panel.set_yscale, panel.yaxis)):
+        scale("log", base=2)
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set_xlabel("times as many ranks as the smallest run of the curve")
+    panel.set_ylabel("times as fast")
+    add_legend(figure)
+    note = "Work per second of training, by the median of the second half of the outer iterations."
+    return Drawn(figure, rows, [note])
+
+
+def scaling_series(run: Run) -> str:
+    """Return what runs of one curve have in common; raise UserError where their steps change."""
+    method = str(run.setting("method"))
+    if BY_NAME[method].quadratic_interval or run.setting("frozen-local-steps"):
+        where = quote(shown(run.path), 250)
+        raise UserError(
+            f"figure 9: not all outer iterations of {where} have as many local steps, so that "
+            "their seconds tell no speed; leave it away"
+        )
+    by = "by steps" if run.setting("local-steps") else "by epochs"
+    return f"{method} {run.setting('model')} {run.setting('dataset')} {by}"
+
+
+def measure(run: Run) -> tuple[int, float]:
+    """Return the number of ranks of a run and its work per second of training.
+
+    Work is epochs, or samples where steps are counted. Raises UserError where that is not known.
+    """
+    nodes = run.summary.get("nodes") or []
+    known = sorted({len(record.node) for record in read_ranks(run.path)} or {sum(nodes)})
+    if len(known) > 1:
+        where, numbers = quote(shown(run.path), 250), " and ".join(map(str, known))
+        raise UserError(f"figure 9: the ranks of {where} changed ({numbers}); leave it away")
+    (ranks,), steps = known, run.setting("local-steps")
+    try:
+        samples = steps and int(steps) * ranks * int(run.setting("batch-size"))
+        work = float(samples or Fraction(str(run.setting("local-epochs"))))
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise lacking("9", run, "local-epochs or local-steps in its config.toml") from None
+    seconds = np.diff(along(run, "seconds"), prepend=0.0)
+    typical = float(np.median(seconds[len(seconds) // 2 :]))
+    if not ranks or not typical:
+        raise lacking("9", run, "ranks and seconds")
+    return ranks, work / typical
+
+
+def ratios(named: Named) -> Drawn:
+    """Draw figure 12 from runs with different keep ratios."""
+    for run in named.values():
+        if run.measure is not ACCURACY or np.isnan(run.final):
+            raise lacking("12", run, "an accuracy")
+        if not run.complete:
+            raise lacking("12", run, "an end: it is not complete")
+    found: dict[str, dict[float, list[Run]]] = {}
+    for name, some in grouped("12", named, ratio_series).items():
+        for run in some:
+            found.setdefault(name, {}).setdefault(ratio_of(run), []).append(run)
+    if len({ratio for series in found.values() for ratio in series}) < 2:
+        raise UserError("figure 12 needs runs with two or more keep ratios (--keep-ratio)")
+    figure, panel = new_panel(3.6)
+    rows = []
+    for number, (name, series) in enumerate(found.items()):
+        reached = {x: [run.final for run in series[x]] for x in sorted(series)}
+        spread = {x: stdev(some) if len(some) > 1 else 0.0 for x, some in reached.items()}
+        means, bars = [*map(mean, reached.values())], [*spread.values()]
+        look = {**look_of(number), "label": plain(name)}
+        panel.errorbar([*reached], means, yerr=bars, capsize=3, **look)
+        for x, some in reached.items():
+            many = f"{len(some)} run{'s' if len(some) > 1 else ''}"
+            apart = f" ± {spread[x]:.2f}" if len(some) > 1 else ""
+            # Of its own method, on input channels, and of the network that is not pruned.
+            known = as_in_the_paper(series[x][0]) or (x == 1 and name.startswith("dense"))
+            here = f"{mean(some):.2f}{apart} % ({many})"
+            rows.append((f"{name}, keep {x:g}", here, RATIOS.get(x, NONE) if known else NONE))
+    panel.set_xlim(0, 1.05)
+    panel.set_xlabel("keep ratio")
+    data = " or ".join(sorted({run.final_on for run in named.values()}, reverse=True))
+    panel.set_ylabel(f"{data} accuracy % at the end")
+    add_legend(figure)
+    note = "Bars: standard deviation over seeds."
+    return Drawn(figure, rows, [note, *unequal([*named.values()])])
+
+
+def ratio_of(run: Run) -> float:
+    """Return the keep ratio of a run, 1 where it prunes nothing."""
+    method = BY_NAME[str(run.setting("method"))]
+    if method.removes:
+        raise lacking("12", run, f"a keep ratio: {run.setting('method')} has none")
+    return float(np.prod(run.setting("keep-ratio", 1.0))) if method.keeps_a_share else 1.0
+
+
+def ratio_series(run: Run) -> str:
+    """Return what runs of one curve have in common."""
+    method, counted = str(run.setting("method")), str(run.setting("keep-by", "groups"))
+    if not BY_NAME[method].keeps_a_share:
+        return method
+    return f"{method}, {' '.join(run.setting('groups', ()))}, share of {counted}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Residuals and zeros
+# --------------------------------------------------------------------------------------------------
+
+
+def of_ranks(run: Run, _: Sequence[str] = ()) -> Drawn:
+    """Draw figure 10: the residuals of each rank; of too many ranks the least and the most."""
+    records = [record for record in read_ranks(run.path) if record.residuals]
+    lines, rows = {}, []
+    for name in RESIDUALS:
+        some = [r for r in records if name in r.residuals]
+        x = np.array([record.iteration for record in some])
+        widest = max((len(record.node) for record in some), default=0)
+        block = np.full((len(some), widest), np.nan)
+        for i, record in enumerate(some):
+            block[i, : len(record.node)] = record.residuals[name]
+        if widest > len(COLOURS):
+            block = np.stack([np.nanmin(block, axis=1), np.nanmax(block, axis=1)], axis=1)
+            labels = ["least of the ranks", "most of the ranks"]
+        else:
+            labels = [f"rank {rank}" for rank in range(widest)]
+        lines[name] = [(label, x, block[:, i]) for i, label in enumerate(labels)]
+        if len(block) and np.nansum(block):
+            ends = f"from {np.nanmax(block[0]):.1e} to {np.nanmax(block[-1]):.1e} on the worst rank"
+            rows.append((RESIDUAL_WORDS[name], ends, DECAY if name.endswith("primal") else NONE))
+    figure = curves.residual_panels(lines, "norm on the rank")
+    if figure is None:
+        raise lacking("10", run, "residuals of each rank in ranks.jsonl (--residuals every)")
+    return Drawn(figure, rows)
+
+
+def of_layers(run: Run, wanted: Sequence[str] = ()) -> Drawn:
+    """Draw figure 11: the residuals of layers, by default of the few that begin farthest apart."""
+    has = np.any([np.isfinite(run.column(f"residuals.{name}")) for name in RESIDUALS], axis=0)
+    layers = read_layers(run.path, spread_out(run.iterations[has], LAYER_COLUMNS))
+    if layers is None or not any((layers.values[name] > 0).any() for name in RESIDUALS):
+        raise lacking("11", run, "residuals in layers.jsonl (--residuals every)")
+    primal = [name for name in RESIDUALS if name.endswith("primal")]
+    first = sum(np.nan_to_num(layers.values[name][0]) ** 2 for name in primal)
+    chosen = sorted(int(i) for i in np.argsort(-first, kind="stable")[:TOP_LAYERS])
+    if wanted:
+        chosen = [layers.names.index(layer_called(word, layers.names)) for word in wanted]
+    words = {i: layers.names[i].removesuffix(".weight") for i in chosen}
+    lines = {
+        name: [(words[i], layers.iterations, layers.values[name][:, i]) for i in chosen]
+        for name in RESIDUALS
+    }
+    rows = [
+        (f"{word}, {RESIDUAL_WORDS[name]}", f"from {y[0]:.1e} to {y[-1]:.1e}", DECAY)
+        for name in primal
+        for word, y in ((word, y[np.isfinite(y)]) for word, _, y in lines[name])
+        if y.any()
+    ]
+    note = f"The {len(chosen)} of {len(layers.names)} layers that begin farthest apart."
+    figure = curves.residual_panels(lines, "norm of the layer")
+    return Drawn(figure, rows, [] if wanted else [note])
+
+
+def layer_called(word: str, names: Sequence[str], kind: str = "layer") -> str:
+    """Return the name of the layer that is called `word`, with or without ".weight"."""
+    for name in (word, f"{word}.weight"):
+        if name in names:
+            return name
+    guess = meant(f"{word}.weight", names, f"; there are {listed(names)}")
+    raise UserError(f"--layers: no {kind} {quote(word)}{guess}")
+
+
+def patterns(run: Run, wanted: Sequence[str] = ()) -> Drawn:
+    """Draw figure 13: which weights of convolutions are zero, as C_out x (C_in kh kw)."""
+    weights = read_weights(run, wanted)
+    figure = new_figure(0.6 + 1.25 * len(weights))
+    panels = figure.subplots(len(weights), 1, squeeze=False)[:, 0]
+    rows = []
+    for panel, (name, weight) in zip(panels, weights.items(), strict=True):
+        kept = weight.reshape(len(weight), -1) != 0
+        extent = (0, kept.shape[1], kept.shape[0], 0)
+        panel.imshow(kept * 1.0, cmap="gray_r", vmin=0, vmax=1, aspect="auto", extent=extent)
+        panel.grid(False)
+        # Zeros are as white as what is around them.
+        panel.spines[:].set_visible(True)
+        panel.set_title(plain(name), loc="left", fontsize=8)
+        panel.set_ylabel("C_out", fontsize=8)
+        gone = (~kept.any(axis=1)).sum(), (~kept.any(axis=0)).sum()
+        here = f"{100 * kept.mean():.1f} % kept; whole rows of zeros {gone[0]} of {len(kept)}, "
+        rows.append((name, f"{here}columns {gone[1]} of {kept.shape[1]}", "stripes"))
+    panels[-1].set_xlabel("C_in x kernel places; black: kept, white: zero")
+    return Drawn(figure, rows)
+
+
+def read_weights(run: Run, wanted: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the convolutions of a run that were asked for, or some that have zeros."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = run.path / STATE
+    where = quote(shown(path), 250)
+    if not path.exists():
+        raise lacking("13", run, f"{STATE} (a run writes it at its end)")
+    try:
+        tensors = load_file(path)
+    except OSError as error:
+        raise UserError(f"{where} can't be read: {error.strerror}", UNREADABLE) from None
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        raise UserError(f"{where} is damaged or not of plain numbers", UNREADABLE) from None
+    found = {name: value for name, value in tensors.items() if value.ndim == 4}
+    pruned = [name for name, value in found.items() if (value == 0).any()]
+    if wanted:
+        return {n: found[n] for n in (layer_called(w, tuple(found), "convolution") for w in wanted)}
+    if not pruned:
+        raise lacking("13", run, "a convolution with zeros")
+    return {pruned[i]: found[pruned[i]] for i in spread_out(np.arange(len(pruned)), PATTERNS)}
+
+
+OF_RUNS = {
+    "5": accuracy,
+    "6a": payload,
+    "6b": volume,
+    "7": waiting,
+    "8": split,
+    "9": scaling,
+    "12": ratios,
+}
+OF_ONE_RUN = {"10": of_ranks, "11": of_layers, "13": patterns}
