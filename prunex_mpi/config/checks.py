@@ -249,11 +249,6 @@ def _check_estimate(settings: Settings, estimate: Mapping[str, Any]) -> None:
 def _check_batch(settings: Settings) -> None:
     """Refuse what the batch of a step or its loss can't be."""
     s = settings
-    if s.batch_size % s.grad_accum_steps:
-        raise UserError(
-            f"grad-accum-steps {s.grad_accum_steps} does not divide the {s.batch_size} samples of "
-            "batch-size; give a number that does"
-        )
     for name in ("smoothing", "mixup", "cutmix"):
         if s.loss != fields.CROSS_ENTROPY and getattr(s, name):
             raise UserError(

@@ -117,9 +117,7 @@ def build_problem(
         where = device, next(iter(trained_parameters(model).values())).dtype
         feed = _feed_of_images(topology, settings, dataset, where, heartbeat)
     task, train, inputs = feed["task"], feed["train"], inputs_from(dataset.sizes())
-    run_collectively(
-        topology.world, lambda: check_batch_parts(settings, train.batch_size, model, inputs)
-    )
+    run_collectively(topology.world, lambda: check_batch(train.batch_size, model, inputs))
     if settings.compile:
         run_collectively(topology.world, lambda: _try_compiler(device))
     loss, objective, guess = run_collectively(
@@ -228,21 +226,12 @@ def broadcast_tensor_(world: MPI.Comm, tensor: torch.Tensor, transport: Transpor
     tensor.copy_(flat.view(tensor.shape))
 
 
-def check_batch_parts(
-    settings: Settings, samples: int, model: torch.nn.Module, inputs: Inputs
-) -> None:
-    """Raise UserError where the `samples` of a step can't go through `model` in equal parts."""
-    parts = settings.grad_accum_steps
-    if samples % parts:
+def check_batch(samples: int, model: torch.nn.Module, inputs: Inputs) -> None:
+    """Raise UserError where BatchNorm in `model` can't take the `samples` of a step."""
+    if samples == 1 and (name := batchnorm.find_single_valued(model, inputs)):
         raise UserError(
-            f"grad-accum-steps {parts} does not divide the {samples} samples of a step, which are "
-            "all that a rank has; give a number that does"
-        )
-    if samples == parts and (name := batchnorm.find_single_valued(model, inputs)):
-        what = f"grad-accum-steps {parts} leaves parts" if parts > 1 else "batches are"
-        raise UserError(
-            f"{what} of one image, of which BatchNorm {name} sees one value per channel and no "
-            f"variance; {'lower it' if parts > 1 else 'give --batch-size 2 or more'}"
+            f"batches are of one image, of which BatchNorm {name} sees one value per channel and "
+            "no variance; give --batch-size 2 or more"
         )
 
 

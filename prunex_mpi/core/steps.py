@@ -17,8 +17,6 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import matrices, norm, pieces_of
 from prunex_mpi.settings.fields import Settings
 
-# Images and labels of the parts of a batch.
-Batch = list[tuple[Tensor, Tensor]]
 # Gradients, and the weights whose decay is to be added to them.
 Pairs = tuple[list[Tensor], list[Tensor]]
 # As in torch.nn.utils.clip_grad_norm_.
@@ -52,21 +50,24 @@ def forward_backward(
 ) -> Tensor:
     """Leave the (scaled) gradient of the next batch in `grad`; return the loss, detached.
 
-    `start_` sets `grad` to what the gradient is added to, given the loss of the first part; without
-    it, zero. The averager, if there is one, has begun then to send the gradient.
+    `start_` sets `grad` to what the gradient is added to, given the loss; without it, zero. The
+    averager, if there is one, has begun then to send the gradient.
     """
     batch = next_batch(context)
     remember_statistics_(context.state)
-    loss = forward(context, batch[0])
+    loss = forward(context, *batch)
     if start_ is None:
         context.state.grad.zero_()
     else:
         start_(loss)
-    return backward(context, averager, batch, loss)
+    if averager is not None:
+        averager.begin()
+    context.state.scaler.scale(loss).backward()
+    return loss.detach()
 
 
-def next_batch(context: RunContext) -> Batch:
-    """Return images and labels of the next batch, in `--grad-accum-steps` parts.
+def next_batch(context: RunContext) -> tuple[Tensor, Tensor]:
+    """Return images and labels of the next batch.
 
     Where images are mixed, the labels are shares of classes.
     """
@@ -77,20 +78,16 @@ def next_batch(context: RunContext) -> Batch:
         ask_to_stop_(context)
     if context.problem.mixing is not None:
         images, labels = mix(images, labels, context.problem.mixing, steps_taken(context))
-    parts = context.settings.grad_accum_steps
-    if parts == 1:
-        return [(images, labels)]
-    return list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+    return images, labels
 
 
-def forward(context: RunContext, part: tuple[Tensor, Tensor], number: int = 0) -> Tensor:
-    """Return the loss of part `number` of a batch, each an update of BatchNorm's averages."""
+def forward(context: RunContext, images: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of a batch, which is one update of BatchNorm's averages."""
     problem, state, amp = context.problem, context.state, context.settings.amp
     fresh = state.bn_modules if state.position.fresh_statistics else []
-    update = steps_taken(context) * context.settings.grad_accum_steps + number + 1
+    update = steps_taken(context) + 1
     device_type = state.theta.device.type
     amp_dtype = torch.float16 if amp == "fp16" else torch.bfloat16
-    images, labels = part
     with (
         batchnorm.warmed_up(fresh, update) as warming,
         torch.autocast(device_type, amp_dtype, enabled=amp != "off"),
@@ -99,26 +96,6 @@ def forward(context: RunContext, part: tuple[Tensor, Tensor], number: int = 0) -
         outputs = (problem.model if warming else problem.forward)(images)
         loss = problem.objective(outputs, labels)
         return distilled(problem.teacher, images, outputs, loss) if problem.teacher else loss
-
-
-def backward(
-    context: RunContext, averager: GradientAverager | None, batch: Batch, loss: Tensor
-) -> Tensor:
-    """Add the (scaled) gradient of a batch to `grad`; return its loss, detached.
-
-    `loss` is that of its first part. The averager listens while the last part goes back.
-    """
-    total = None
-    for number, part in enumerate(batch):
-        if number:
-            loss = forward(context, part, number)
-        if len(batch) > 1:
-            loss = loss / len(batch)
-        if averager is not None and number == len(batch) - 1:
-            averager.begin()
-        context.state.scaler.scale(loss).backward()
-        total = loss.detach() if total is None else total + loss.detach()
-    return total
 
 
 def finish_average_(context: RunContext, averager: GradientAverager | None) -> None:

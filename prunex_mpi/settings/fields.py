@@ -233,9 +233,6 @@ class Settings:
         low=0,
         below=1,
     )
-    grad_accum_steps: int = _setting(
-        "parts in which a step's batch is processed, to save memory", 1, low=1, of="fixed_network"
-    )
     weight_decay_on: str = _setting(
         "parameters that decay: all, or weights without biases and BatchNorm (the paper)",
         choices=("all", "weights"),

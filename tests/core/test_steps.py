@@ -36,7 +36,7 @@ class Batches:
 
 
 def plain_net() -> nn.Module:
-    """Return a network without statistics, for which the parts of a batch add up."""
+    """Return a network without statistics."""
     torch.manual_seed(5)
     layers = (nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (SIDE - 2) ** 2, CLASSES))
     return nn.Sequential(*layers).double()
@@ -55,40 +55,30 @@ def gradient(stream: Batches, wire=None, **settings) -> tuple[torch.Tensor, floa
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_a_batch_in_parts_has_the_same_gradient_on_all_ranks():
+def test_the_gradient_is_the_mean_of_all_ranks():
     streams = [Batches(rank) for rank in range(WORLD.size)]
     wanted = sum(gradient(stream)[0] for stream in streams) / WORLD.size
-    for parts in (1, 2, 4):
-        found, loss = gradient(streams[WORLD.rank], wire_of(WORLD), grad_accum_steps=parts)
-        assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14)
-        assert loss == pytest.approx(gradient(streams[WORLD.rank])[1], abs=1e-12)
+    found, loss = gradient(streams[WORLD.rank], wire_of(WORLD))
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14)
+    assert loss == pytest.approx(gradient(streams[WORLD.rank])[1], abs=1e-12)
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_running_averages_are_means_of_all_parts_so_far(parts, trained):
+def test_running_averages_are_means_of_all_batches_so_far(trained):
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * SIDE**2, CLASSES)).double()
     if trained:
         model[0].running_mean.fill_(0.5)
-    settings = make(method="dense", batch_size=BATCH, grad_accum_steps=parts)
+    settings = make(method="dense", batch_size=BATCH)
     context = make_context(settings, model, Batches(WORLD.rank))
     seen, known = [], model[0].running_mean.clone()
     for step in range(3):
         context.state.position.step = step
         context.problem.train.images = context.problem.train.images + 1
         forward_backward(context, None)
-        for part in context.problem.train.images.chunk(parts):
-            seen.append(part.mean(dim=(0, 2, 3)))
-            known = 0.9 * known + 0.1 * seen[-1]
+        seen.append(context.problem.train.images.mean(dim=(0, 2, 3)))
+        known = 0.9 * known + 0.1 * seen[-1]
     wanted = known if trained else sum(seen) / len(seen)
     torch.testing.assert_close(model[0].running_mean, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_a_batch_that_parts_do_not_divide_is_refused():
-    with pytest.raises(UserError, match="grad-accum-steps 3 does not divide the 32 samples"):
-        make(grad_accum_steps=3, batch_size=32)
-    with pytest.raises(UserError, match="grad-accum-steps means nothing to method prunetrain"):
-        make(method="prunetrain", grad_accum_steps=2)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.01, 1e6])

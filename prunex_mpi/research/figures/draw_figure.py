@@ -57,7 +57,7 @@ OF_ONE_CURVE = (
     *OF_THE_JOB,
     *("preset", "method", "model", "dataset", "seed", "init_from", "init_digest"),
     *("teacher_digest", "outer_iterations", "local_epochs", "local_steps", "frozen_local_steps"),
-    *("comm_share", "batch_size", "grad_accum_steps", "lr", "lr_schedule", "warmup_ratio"),
+    *("comm_share", "batch_size", "lr", "lr_schedule", "warmup_ratio"),
     *("min_lr_ratio", "lr_scaling", "image_mean", "image_std", "test_samples"),
     *("warmup_iterations", "keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
     *("dgc_warmup_epochs", "prunetrain_reconfigure_every", "evaluate_every"),
