@@ -23,7 +23,6 @@ from prunex_mpi.core.task import IMAGES, next_token
 from prunex_mpi.data.batches import Augmentation, BatchStream, Look, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.text import TextSet, WindowStream, window_batches
-from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import find_ends
@@ -120,7 +119,7 @@ def build_problem(
     run_collectively(topology.world, lambda: check_batch(train.batch_size, model, inputs))
     if settings.compile:
         run_collectively(topology.world, lambda: _try_compiler(device))
-    loss, objective, guess = run_collectively(
+    loss, guess = run_collectively(
         topology.world, lambda: find_losses(settings, dataset.num_classes, device)
     )
     agreed = digests_agree(topology.world, _digest(model))
@@ -135,7 +134,6 @@ def build_problem(
         model=model,
         forward=torch.compile(model) if settings.compile else model,
         loss=task.losses(loss),
-        objective=task.losses(objective),
         inputs=inputs,
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
@@ -191,13 +189,8 @@ def _feed_of_images(
         pad=dataset.pad if settings.augment == "auto" else 0,
         changes=Augmentation(settings.augment == "resized-crop", settings.transforms),
     )
-    mixing = None
-    if settings.mixup or settings.cutmix:
-        draws = settings.seed, topology.world.rank
-        mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
     batches = partial(evaluation_batches, look=look)
-    feed = {"task": IMAGES, "train": train, "batches": batches, "mean": mean, "std": std}
-    return {**feed, "mixing": mixing}
+    return {"task": IMAGES, "train": train, "batches": batches, "mean": mean, "std": std}
 
 
 def _try_compiler(device: torch.device) -> None:

@@ -12,7 +12,6 @@ from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.losses import distilled
 from prunex_mpi.core.schedule import rate_now, steps_taken
 from prunex_mpi.core.state import RunContext, State
-from prunex_mpi.data.transforms import mix
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import matrices, norm, pieces_of
 from prunex_mpi.settings.fields import Settings
@@ -67,17 +66,12 @@ def forward_backward(
 
 
 def next_batch(context: RunContext) -> tuple[Tensor, Tensor]:
-    """Return images and labels of the next batch.
-
-    Where images are mixed, the labels are shares of classes.
-    """
+    """Return images and labels of the next batch."""
     problem = context.problem
     images, labels = problem.train.next()
     context.state.position.clock.data += problem.train.waited
     if problem.reader is not None and problem.reader.error is not None:
         ask_to_stop_(context)
-    if context.problem.mixing is not None:
-        images, labels = mix(images, labels, context.problem.mixing, steps_taken(context))
     return images, labels
 
 
@@ -94,7 +88,7 @@ def forward(context: RunContext, images: Tensor, labels: Tensor) -> Tensor:
     ):
         # A compiled network is compiled anew for each momentum.
         outputs = (problem.model if warming else problem.forward)(images)
-        loss = problem.objective(outputs, labels)
+        loss = problem.loss(outputs, labels)
         return distilled(problem.teacher, images, outputs, loss) if problem.teacher else loss
 
 

@@ -1,7 +1,6 @@
 """The gradient of a step, and what an overflow in float16 leaves behind: nothing."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.problem import lr_scale_of
 from prunex_mpi.core.steps import averaging, clip_, forward_backward
-from prunex_mpi.data.transforms import Mixing, mix
 
 BATCH, CLASSES, SIDE = 8, 5, 6
 
@@ -96,48 +94,6 @@ def test_clipping_is_that_of_torch(limit):
         assert torch.allclose(copy.grad, parameter.grad, rtol=1e-12, atol=0)
 
 
-def test_smoothed_labels_are_trained_on_and_not_measured_by():
-    loss, objective, _ = find_losses(make(smoothing=0.2), CLASSES, CPU)
-    outputs, labels = torch.randn(4, CLASSES), torch.tensor([0, 1, 2, 3])
-    shares = F.one_hot(labels, CLASSES) * 0.8 + 0.2 / CLASSES
-    by_hand = -(shares * outputs.log_softmax(1)).sum(1).mean()
-    assert float(objective(outputs, labels)) == pytest.approx(float(by_hand), rel=1e-6)
-    assert float(loss(outputs, labels)) == float(F.cross_entropy(outputs, labels))
-    context = make_context(make(method="dense", batch_size=BATCH), plain_net(), Batches(0))
-    problem = replace(context.problem, loss=loss, objective=objective)
-    images, labels = problem.train.next()
-    wanted = objective(problem.model(images), labels)
-    assert torch.equal(forward_backward(replace(context, problem=problem), None), wanted)
-
-
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.3, 1.0)])
-def test_mixed_images_have_as_much_of_each_label(mixup, cutmix):
-    mixing = Mixing(mixup, cutmix, CLASSES, (3, WORLD.rank))
-    labels = torch.arange(CLASSES)
-    # Every image is flat, of its label's own brightness: what is mixed can be read off.
-    images = (10.0 ** labels.double())[:, None, None, None].expand(-1, 3, SIDE, SIDE)
-    kinds = set()
-    for step in range(12):
-        mixed, shares = mix(images, labels, mixing, step)
-        assert torch.allclose(shares.sum(1), torch.ones(CLASSES, dtype=torch.float64))
-        means = (shares * 10.0 ** labels.double()).sum(1)
-        assert torch.allclose(mixed.mean((1, 2, 3)), means, rtol=1e-9)
-        flat = mixed.flatten(1)
-        kinds.add(all(float(x.max() - x.min()) < 1e-9 for x in flat))
-        again = mix(images, labels, mixing, step)
-        assert torch.equal(again[0], mixed) and torch.equal(again[1], shares)
-    assert (True in kinds) >= (mixup > 0) and (False in kinds) == (cutmix > 0)
-    other = mix(images, labels, Mixing(mixup, cutmix, CLASSES, (3, WORLD.rank + 1)), 0)
-    assert not torch.equal(other[0], mix(images, labels, mixing, 0)[0])
-
-
-def test_mixed_images_are_trained_on():
-    context = make_context(make(method="dense", batch_size=BATCH), plain_net(), Batches(0))
-    before = forward_backward(context, None)
-    problem = replace(context.problem, mixing=Mixing(0.0, 1.0, CLASSES, (0, 0)))
-    assert float(forward_backward(replace(context, problem=problem), None)) != float(before)
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -156,12 +112,8 @@ def test_what_is_no_loss_is_refused_in_a_line(name, why):
 
 
 def test_an_own_loss_is_trained_on_and_measured_by():
-    loss, objective, _ = find_losses(
-        make(loss="torch.nn.functional:multi_margin_loss"), CLASSES, CPU
-    )
-    assert loss is objective is F.multi_margin_loss
-    with pytest.raises(UserError, match="mixup is for cross-entropy"):
-        make(loss="a:b", mixup=0.1)
+    loss, _ = find_losses(make(loss="torch.nn.functional:multi_margin_loss"), CLASSES, CPU)
+    assert loss is F.multi_margin_loss
 
 
 def test_the_learning_rate_grows_with_the_ranks_when_asked():

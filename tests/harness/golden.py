@@ -135,7 +135,6 @@ CASES = {
     "pactrain-magnitude-ternary": "--method pactrain --pactrain-score magnitude --pactrain-ternary "
     "--pactrain-stable-window 2 --aggregation hierarchical",
     "dense-adamw": "--method dense --optimizer adamw",
-    "dense-mixup-cutmix": "--method dense --mixup 0.2 --cutmix 1 --smoothing 0.1",
     "dense-resized-crop": "--method dense --augment resized-crop --transforms random-erasing",
     "clip-norm": f"{PRUNE} --clip-grad 0.5",
     "ema": f"{PRUNE} --model-ema-decay 0.5",

@@ -102,7 +102,6 @@ def test_a_part_of_the_ranks_can_train():
         ({"trace": True}, {}, "trace means nothing to a run from Python"),
         ({"local_steps": "auto"}, {}, "local-steps auto takes a trial"),
         ({"preset": "thin", "local_steps": 4}, {}, "overlap-steps auto takes a trial"),
-        ({"mixup": 0.2}, {}, "mixup and cutmix are for cross-entropy"),
         ({}, {"images": torch.zeros(4, 3, 8, 8)}, r"images must be uint8 .*, not float32"),
         ({}, {"images": torch.zeros(4, 1, 8, 8).byte()}, r"not uint8 \[4, 1, 8, 8\]"),
         ({}, {"labels": torch.zeros(3).long()}, r"labels must be int64 \[4\], not int64 \[3\]"),
