@@ -27,7 +27,6 @@ def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
     if not s.local_epochs and not s.local_steps:
         raise UserError("local-epochs and local-steps are both 0; give one of them")
     _check_estimate(s, estimate)
-    _check_batch(s)
     _check_beginning(s)
     _check_data(s)
     if s.method.check is not None:
@@ -244,22 +243,6 @@ def _check_estimate(settings: Settings, estimate: Mapping[str, Any]) -> None:
             "step-ms: local-epochs and auto do not say how many steps there are; give "
             "--local-steps as a number"
         )
-
-
-def _check_batch(settings: Settings) -> None:
-    """Refuse what the batch of a step or its loss can't be."""
-    s = settings
-    if s.batch_size % s.grad_accum_steps:
-        raise UserError(
-            f"grad-accum-steps {s.grad_accum_steps} does not divide the {s.batch_size} samples of "
-            "batch-size; give a number that does"
-        )
-    for name in ("smoothing", "mixup", "cutmix"):
-        if s.loss != fields.CROSS_ENTROPY and getattr(s, name):
-            raise UserError(
-                f"{key_of(name)} is for cross-entropy; with --loss {s.loss} leave it away, and do "
-                "in that function what it is to do"
-            )
 
 
 def _check_beginning(settings: Settings) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +13,14 @@ from prunex_mpi.base.errors import USAGE, UserError, one_line
 from prunex_mpi.base.imports import import_function
 from prunex_mpi.settings.fields import CROSS_ENTROPY, Settings
 
-# A loss of a batch: of outputs [b, classes] and labels [b], or class shares [b, classes]. Some
+# A loss of a batch: of outputs [b, classes] and labels [b]. Some
 # models return more while they train (deep supervision), of which a function of the user's can make
 # a loss: a tuple or list, whose first is the logits.
 Loss = Callable[[Any, Tensor], Tensor]
 TRIED_IMAGES = 2
 
 
-def cross_entropy(outputs: Any, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+def cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy of a batch; raise UserError for more than one output."""
     if not isinstance(outputs, Tensor):
         raise UserError(
@@ -29,7 +28,7 @@ def cross_entropy(outputs: Any, labels: Tensor, smoothing: float = 0.0) -> Tenso
             "can't be taken; let it return one tensor [b, classes], or give --loss a function that "
             "takes both"
         )
-    return F.cross_entropy(outputs, labels, label_smoothing=smoothing)
+    return F.cross_entropy(outputs, labels)
 
 
 def logits_of(outputs: Any, wanted: torch.Size) -> Tensor:
@@ -59,16 +58,14 @@ def softened(outputs: Any, temperature: float) -> Any:
     return tuple(output / temperature if is_logits else output for output, is_logits in pairs)
 
 
-def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple[Loss, Loss, float]:
-    """Return what the test set is measured by, what training minimises, and what guessing has.
+def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple[Loss, float]:
+    """Return the loss of a run, and what guessing has of it.
 
-    The first two differ in `--smoothing`. A function of the user's is tried once, on `device`.
-    Raises UserError (USAGE) where it can't be imported or does not return a loss.
+    A function of the user's is tried once, on `device`. Raises UserError (USAGE) where it can't be
+    imported or does not return a loss.
     """
     if settings.loss == CROSS_ENTROPY:
-        smoothed = partial(cross_entropy, smoothing=settings.smoothing)
-        guess = math.log(classes)
-        return cross_entropy, smoothed if settings.smoothing else cross_entropy, guess
+        return cross_entropy, math.log(classes)
     loss = import_function("loss", settings.loss, "of outputs and labels")
     outputs = torch.zeros(TRIED_IMAGES, classes, device=device, requires_grad=True)
     labels = torch.zeros(TRIED_IMAGES, dtype=torch.int64, device=device)
@@ -91,7 +88,7 @@ def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple
             USAGE,
         )
     guess = float(found)
-    return loss, loss, guess if math.isfinite(guess) else 0.0
+    return loss, guess if math.isfinite(guess) else 0.0
 
 
 @dataclass(frozen=True)

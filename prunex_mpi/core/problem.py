@@ -21,7 +21,6 @@ from prunex_mpi.core.task import IMAGES, next_token
 from prunex_mpi.data.batches import Augmentation, BatchStream, Look, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.text import TextSet, WindowStream, window_batches
-from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Inputs, inputs_from
@@ -54,12 +53,10 @@ def build_problem(
         where = device, next(iter(trained_parameters(model).values())).dtype
         feed = _feed_of_images(topology, settings, dataset, where, heartbeat)
     task, train, inputs = feed["task"], feed["train"], inputs_from(dataset.sizes())
-    run_collectively(
-        topology.world, lambda: check_batch_parts(settings, train.batch_size, model, inputs)
-    )
+    run_collectively(topology.world, lambda: check_batch(train.batch_size, model, inputs))
     if settings.compile:
         run_collectively(topology.world, lambda: _try_compiler(device))
-    loss, objective, guess = run_collectively(
+    loss, guess = run_collectively(
         topology.world, lambda: find_losses(settings, dataset.num_classes, device)
     )
     agreed = digests_agree(topology.world, _digest(model))
@@ -74,7 +71,6 @@ def build_problem(
         model=model,
         forward=torch.compile(model) if settings.compile else model,
         loss=task.losses(loss),
-        objective=task.losses(objective),
         inputs=inputs,
         train_shard=dataset.train,
         test=dataset.test if dataset.val is None else dataset.val,
@@ -130,13 +126,8 @@ def _feed_of_images(
         pad=dataset.pad if settings.augment == "auto" else 0,
         changes=Augmentation(settings.augment == "resized-crop", settings.transforms),
     )
-    mixing = None
-    if settings.mixup or settings.cutmix:
-        draws = settings.seed, topology.world.rank
-        mixing = Mixing(settings.mixup, settings.cutmix, dataset.num_classes, draws)
     batches = partial(evaluation_batches, look=look)
-    feed = {"task": IMAGES, "train": train, "batches": batches, "mean": mean, "std": std}
-    return {**feed, "mixing": mixing}
+    return {"task": IMAGES, "train": train, "batches": batches, "mean": mean, "std": std}
 
 
 def _try_compiler(device: torch.device) -> None:
@@ -150,21 +141,12 @@ def _try_compiler(device: torch.device) -> None:
         ) from None
 
 
-def check_batch_parts(
-    settings: Settings, samples: int, model: torch.nn.Module, inputs: Inputs
-) -> None:
-    """Raise UserError where the `samples` of a step can't go through `model` in equal parts."""
-    parts = settings.grad_accum_steps
-    if samples % parts:
+def check_batch(samples: int, model: torch.nn.Module, inputs: Inputs) -> None:
+    """Raise UserError where BatchNorm in `model` can't take the `samples` of a step."""
+    if samples == 1 and (name := batchnorm.find_single_valued(model, inputs)):
         raise UserError(
-            f"grad-accum-steps {parts} does not divide the {samples} samples of a step, which are "
-            "all that a rank has; give a number that does"
-        )
-    if samples == parts and (name := batchnorm.find_single_valued(model, inputs)):
-        what = f"grad-accum-steps {parts} leaves parts" if parts > 1 else "batches are"
-        raise UserError(
-            f"{what} of one image, of which BatchNorm {name} sees one value per channel and no "
-            f"variance; {'lower it' if parts > 1 else 'give --batch-size 2 or more'}"
+            f"batches are of one image, of which BatchNorm {name} sees one value per channel and "
+            "no variance; give --batch-size 2 or more"
         )
 
 

@@ -25,7 +25,6 @@ from prunex_mpi.core.task import IMAGES, Task
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.decoding import Reader
 from prunex_mpi.data.text import Windows, WindowStream
-from prunex_mpi.data.transforms import Mixing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout, flatten_
@@ -149,15 +148,13 @@ class Problem:
     `batches(shard, batch_size=...)` yields (images, labels) in order, without augmentation. Without
     `test` nothing is evaluated; where data are held out of the training set, it holds those, and
     the test set is `kept_back`. `mean` and `std`, float32 [3] on the CPU, normalise images of
-    values in 0..1. No loss below `guess_loss`, that of guessing, is a divergence. `objective` is
-    what training minimises. `reader` decodes images that are files; all ranks have one or none.
-    `digest` tells other data sets apart.
+    values in 0..1. No loss below `guess_loss`, that of guessing, is a divergence. `reader` decodes
+    images that are files; all ranks have one or none. `digest` tells other data sets apart.
     """
 
     model: nn.Module
     forward: Callable[[Tensor], Tensor]
     loss: Loss
-    objective: Loss
     train: BatchStream | WindowStream
     train_shard: Shard | Windows
     test: Shard | Windows | None
@@ -166,7 +163,6 @@ class Problem:
     mean: Tensor
     std: Tensor
     guess_loss: float = 0.0
-    mixing: Mixing | None = None
     lr_scale: float = 1.0
     kept_back: Shard | Windows | None = None
     reader: Reader | None = None

@@ -145,7 +145,6 @@ def _assemble(
         model=read,
         forward=read,
         loss=None,
-        objective=None,
         train=feed,
         train_shard=None,
         test=None,

@@ -103,7 +103,7 @@ OF_ANY_CURVE = (*OF_THE_JOB, "preset", "seed", "init_from", "init_digest", "teac
 OF_ONE_CURVE = {
     "9": (
         *("outer_iterations", "local_epochs", "local_steps", "comm_share", "batch_size"),
-        *("grad_accum_steps", "lr", "lr_schedule", "lr_scaling", "warmup_ratio", "min_lr_ratio"),
+        *("lr", "lr_schedule", "lr_scaling", "warmup_ratio", "min_lr_ratio"),
         *("image_mean", "image_std", "test_samples", "evaluate_every", "warmup_iterations"),
         *("keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
         *("dgc_warmup_epochs", "prunetrain_reconfigure_every"),

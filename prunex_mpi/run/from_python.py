@@ -132,7 +132,7 @@ def training(
         log_warnings(world, context)
         problem = context.problem
         if loss is not None:
-            problem = replace(problem, loss=loss, objective=loss, guess_loss=0.0)
+            problem = replace(problem, loss=loss, guess_loss=0.0)
         if data.test is None:
             problem = replace(problem, test=None)
         with exchanging_behind(topology, goes_behind_steps(settings), transport) as behind:
@@ -147,10 +147,8 @@ def check_foreign(settings: Settings, loss: Loss | None, data: Data) -> None:
                 f"{key_of(name)} means nothing to a run from Python, which brings model and data "
                 "and writes no files; leave it away"
             )
-    if loss is not None and (settings.loss != CROSS_ENTROPY or settings.smoothing):
+    if loss is not None and settings.loss != CROSS_ENTROPY:
         raise UserError("the loss is given twice, as a function and in the settings; keep one")
-    if loss is not None and (settings.mixup or settings.cutmix):
-        raise UserError("mixup and cutmix are for cross-entropy; leave them away or the loss")
     if is_left_to_measure(settings):
         name = "local-steps" if settings.local_steps == AUTO else "overlap-steps"
         raise UserError(f"{name} auto takes a trial, which the program makes; give a number")

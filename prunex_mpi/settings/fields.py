@@ -218,11 +218,6 @@ class Settings:
     )
     distillation_alpha: float = _setting("weight of the distillation loss", 0.5, above=0, high=1)
     distillation_tau: float = _setting("temperature of the distillation loss", 4.0, above=0)
-    smoothing: float = _setting("label smoothing", 0.0, low=0, below=1)
-    mixup: float = _setting("mixup alpha, 0 for off", 0.0, low=0)
-    cutmix: float = _setting(
-        "cutmix alpha, 0 for off; with both, one of them is drawn per batch", 0.0, low=0
-    )
     clip_grad: float = _setting(
         "clip the gradient norm of each step to this value, 0 for off", 0.0, low=0, of="optimizer"
     )
@@ -232,9 +227,6 @@ class Settings:
         0.0,
         low=0,
         below=1,
-    )
-    grad_accum_steps: int = _setting(
-        "parts in which a step's batch is processed, to save memory", 1, low=1, of="fixed_network"
     )
     weight_decay_on: str = _setting(
         "parameters that decay: all, or weights without biases and BatchNorm (the paper)",
@@ -507,7 +499,7 @@ FROM_FILES = ("imagefolder", "webdataset")
 # What means something to images alone, and to text alone.
 OF_IMAGES = (
     *("stem", "image_size", "image_mean", "image_std", "augment"),
-    *("transforms", "mixup", "cutmix", "channels_last"),
+    *("transforms", "channels_last"),
 )
 OF_TEXT = ("tokenizer", "context")
 # What a data set has for a default where others have another: "" is the embedded text.

@@ -53,7 +53,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 BATCH_SIZE = 6
 PARTIAL = 5  # images left over, on every rank
-LOSSES = F.cross_entropy, F.cross_entropy
 MEAN, STD = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.2, 0.25, 0.3])
 
 
@@ -123,7 +122,7 @@ def test_estimated_statistics_equal_the_oracle(ranks_per_node, batches):
         shard, look, batch_size=BATCH_SIZE, seed=1, rank=WORLD.rank, flip=False, pad=0
     )
     batches_of = partial(evaluation_batches, look=look)
-    problem = Problem(model, model, *LOSSES, stream, shard, None, batches_of, 1, MEAN, STD)
+    problem = Problem(model, model, F.cross_entropy, stream, shard, None, batches_of, 1, MEAN, STD)
     with nodes_of(ranks_per_node) as topology:
         found = statistics_left(topology, state, problem)
     assert len(found) == len(wanted) == 3
@@ -156,7 +155,7 @@ def test_an_evaluation_averages_statistics_of_other_norms_and_puts_them_back(ran
     state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
     shard = Shard(images_of(0, 1), torch.zeros(BATCH_SIZE + PARTIAL).long())
     batches_of = partial(evaluation_batches, look=Look(MEAN, STD, CPU, torch.float64))
-    problem = Problem(model, model, *LOSSES, None, shard, shard, batches_of, 1, MEAN, STD)
+    problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
     with nodes_of(ranks_per_node) as topology:
         context = RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat())
         evaluate(topology, context)
@@ -176,7 +175,7 @@ def test_every_batch_of_an_evaluation_is_progress():
     shard = Shard(images_of(0, 1)[:1].expand(count, -1, -1, -1), torch.zeros(count).long())
     look = Look(MEAN, STD, CPU, torch.float64)
     batches_of = partial(evaluation_batches, look=look)
-    problem = Problem(model, model, *LOSSES, None, shard, shard, batches_of, 1, MEAN, STD)
+    problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
     heartbeat = Heartbeat()
     with nodes_of(1) as topology:
         evaluate(topology, RunContext(state, problem, make(), SMALL_BUCKETS, heartbeat))

@@ -1,7 +1,6 @@
 """The gradient of a step, and what an overflow in float16 leaves behind: nothing."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.problem import lr_scale_of
 from prunex_mpi.core.steps import averaging, begin_step_, clip_
-from prunex_mpi.data.transforms import Mixing, mix
 from prunex_mpi.run.learn import learn
 
 BATCH, CLASSES, SIDE = 8, 5, 6
@@ -43,7 +41,7 @@ def forward_backward(context, averager):
 
 
 def plain_net() -> nn.Module:
-    """Return a network without statistics, for which the parts of a batch add up."""
+    """Return a network without statistics."""
     torch.manual_seed(5)
     layers = (nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (SIDE - 2) ** 2, CLASSES))
     return nn.Sequential(*layers).double()
@@ -62,40 +60,30 @@ def gradient(stream: Batches, wire=None, **settings) -> tuple[torch.Tensor, floa
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_a_batch_in_parts_has_the_same_gradient_on_all_ranks():
+def test_the_gradient_is_the_mean_of_all_ranks():
     streams = [Batches(rank) for rank in range(WORLD.size)]
     wanted = sum(gradient(stream)[0] for stream in streams) / WORLD.size
-    for parts in (1, 2, 4):
-        found, loss = gradient(streams[WORLD.rank], wire_of(WORLD), grad_accum_steps=parts)
-        assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14)
-        assert loss == pytest.approx(gradient(streams[WORLD.rank])[1], abs=1e-12)
+    found, loss = gradient(streams[WORLD.rank], wire_of(WORLD))
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14)
+    assert loss == pytest.approx(gradient(streams[WORLD.rank])[1], abs=1e-12)
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_running_averages_are_means_of_all_parts_so_far(parts, trained):
+def test_running_averages_are_means_of_all_batches_so_far(trained):
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * SIDE**2, CLASSES)).double()
     if trained:
         model[0].running_mean.fill_(0.5)
-    settings = make(method="dense", batch_size=BATCH, grad_accum_steps=parts)
+    settings = make(method="dense", batch_size=BATCH)
     context = make_context(settings, model, Batches(WORLD.rank))
     seen, known = [], model[0].running_mean.clone()
     for step in range(3):
         context.state.position.step = step
         context.problem.train.images = context.problem.train.images + 1
         forward_backward(context, None)
-        for part in context.problem.train.images.chunk(parts):
-            seen.append(part.mean(dim=(0, 2, 3)))
-            known = 0.9 * known + 0.1 * seen[-1]
+        seen.append(context.problem.train.images.mean(dim=(0, 2, 3)))
+        known = 0.9 * known + 0.1 * seen[-1]
     wanted = known if trained else sum(seen) / len(seen)
     torch.testing.assert_close(model[0].running_mean, wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_a_batch_that_parts_do_not_divide_is_refused():
-    with pytest.raises(UserError, match="grad-accum-steps 3 does not divide the 32 samples"):
-        make(grad_accum_steps=3, batch_size=32)
-    with pytest.raises(UserError, match="grad-accum-steps means nothing to method prunetrain"):
-        make(method="prunetrain", grad_accum_steps=2)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.01, 1e6])
@@ -111,48 +99,6 @@ def test_clipping_is_that_of_torch(limit):
     clip_(context)
     for copy, parameter in zip(parameters, context.problem.model.parameters(), strict=True):
         assert torch.allclose(copy.grad, parameter.grad, rtol=1e-12, atol=0)
-
-
-def test_smoothed_labels_are_trained_on_and_not_measured_by():
-    loss, objective, _ = find_losses(make(smoothing=0.2), CLASSES, CPU)
-    outputs, labels = torch.randn(4, CLASSES), torch.tensor([0, 1, 2, 3])
-    shares = F.one_hot(labels, CLASSES) * 0.8 + 0.2 / CLASSES
-    by_hand = -(shares * outputs.log_softmax(1)).sum(1).mean()
-    assert float(objective(outputs, labels)) == pytest.approx(float(by_hand), rel=1e-6)
-    assert float(loss(outputs, labels)) == float(F.cross_entropy(outputs, labels))
-    context = make_context(make(method="dense", batch_size=BATCH), plain_net(), Batches(0))
-    problem = replace(context.problem, loss=loss, objective=objective)
-    images, labels = problem.train.next()
-    wanted = objective(problem.model(images), labels)
-    assert torch.equal(forward_backward(replace(context, problem=problem), None), wanted)
-
-
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.4, 0.0), (0.0, 1.0), (0.3, 1.0)])
-def test_mixed_images_have_as_much_of_each_label(mixup, cutmix):
-    mixing = Mixing(mixup, cutmix, CLASSES, (3, WORLD.rank))
-    labels = torch.arange(CLASSES)
-    # Every image is flat, of its label's own brightness: what is mixed can be read off.
-    images = (10.0 ** labels.double())[:, None, None, None].expand(-1, 3, SIDE, SIDE)
-    kinds = set()
-    for step in range(12):
-        mixed, shares = mix(images, labels, mixing, step)
-        assert torch.allclose(shares.sum(1), torch.ones(CLASSES, dtype=torch.float64))
-        means = (shares * 10.0 ** labels.double()).sum(1)
-        assert torch.allclose(mixed.mean((1, 2, 3)), means, rtol=1e-9)
-        flat = mixed.flatten(1)
-        kinds.add(all(float(x.max() - x.min()) < 1e-9 for x in flat))
-        again = mix(images, labels, mixing, step)
-        assert torch.equal(again[0], mixed) and torch.equal(again[1], shares)
-    assert (True in kinds) >= (mixup > 0) and (False in kinds) == (cutmix > 0)
-    other = mix(images, labels, Mixing(mixup, cutmix, CLASSES, (3, WORLD.rank + 1)), 0)
-    assert not torch.equal(other[0], mix(images, labels, mixing, 0)[0])
-
-
-def test_mixed_images_are_trained_on():
-    context = make_context(make(method="dense", batch_size=BATCH), plain_net(), Batches(0))
-    before = forward_backward(context, None)
-    problem = replace(context.problem, mixing=Mixing(0.0, 1.0, CLASSES, (0, 0)))
-    assert float(forward_backward(replace(context, problem=problem), None)) != float(before)
 
 
 @pytest.mark.parametrize(
@@ -173,12 +119,8 @@ def test_what_is_no_loss_is_refused_in_a_line(name, why):
 
 
 def test_an_own_loss_is_trained_on_and_measured_by():
-    loss, objective, _ = find_losses(
-        make(loss="torch.nn.functional:multi_margin_loss"), CLASSES, CPU
-    )
-    assert loss is objective is F.multi_margin_loss
-    with pytest.raises(UserError, match="mixup is for cross-entropy"):
-        make(loss="a:b", mixup=0.1)
+    loss, _ = find_losses(make(loss="torch.nn.functional:multi_margin_loss"), CLASSES, CPU)
+    assert loss is F.multi_margin_loss
 
 
 def test_the_learning_rate_grows_with_the_ranks_when_asked():

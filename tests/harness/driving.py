@@ -78,7 +78,7 @@ def make_context(settings, model, stream, steps=STEPS, loss=F.cross_entropy, sid
     # Without code in C++, which takes its time: what is seen is whether it follows the model.
     forward = torch.compile(model, backend="aot_eager") if settings.compile else model
     feed = stream, nothing, None, iter, steps
-    problem = Problem(model, forward, loss, loss, *feed, *torch.zeros(2, 3))
+    problem = Problem(model, forward, loss, *feed, *torch.zeros(2, 3))
     return RunContext(state, problem, settings, SMALL_BUCKETS, Heartbeat())
 
 

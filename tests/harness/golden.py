@@ -135,10 +135,8 @@ CASES = {
     "pactrain-magnitude-ternary": "--method pactrain --pactrain-score magnitude --pactrain-ternary "
     "--pactrain-stable-window 2 --aggregation hierarchical",
     "dense-adamw": "--method dense --optimizer adamw",
-    "dense-mixup-cutmix": "--method dense --mixup 0.2 --cutmix 1 --smoothing 0.1",
     "dense-resized-crop": "--method dense --augment resized-crop --transforms random-erasing",
     "clip-norm": f"{PRUNE} --clip-grad 0.5",
-    "accumulate": f"{PRUNE} --grad-accum-steps 2 --smoothing 0.1",
     "ema": f"{PRUNE} --model-ema-decay 0.5",
     "val-split": f"{PRUNE} --val-split 0.2",
     "val-share-ema": "--method local-sgd --val-split 0.2 --model-ema-decay 0.5",

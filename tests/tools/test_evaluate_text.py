@@ -172,7 +172,7 @@ def test_weights_of_other_tokens_are_refused_and_those_of_the_same_taken():
         with pytest.raises(UserError, match="knows other tokens than the text has"):
             train(folder, "next", data, init_from=str(folder / "run"), tokenizer="bytes")
         run = str(folder / "run")
-        train(folder, "next", data, init_from=run, teacher=run, smoothing=0.1)
+        train(folder, "next", data, init_from=run, teacher=run)
         if WORLD.rank == 0:
             began = json.loads((folder / "next/initial.json").read_text())
             ended = json.loads((folder / "run/summary.json").read_text())
