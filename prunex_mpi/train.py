@@ -1,8 +1,7 @@
 """Train and prune a network over MPI: `mpirun -n 4 python -m prunex_mpi.train [flags]`.
 
-The algorithm itself is in methods/hsadmm.py, the course of a job in run/job.py. Signals that ask
-for the end are noted before anything is imported that takes time, and nothing that starts MPI or
-loads torch is imported before the flags are parsed.
+The algorithm is in methods/hsadmm.py, the course of a job in run/job.py. Signals are noted before
+anything slow is imported, MPI and torch are imported after the flags are parsed.
 """
 
 import sys
@@ -25,34 +24,23 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code, the same on every rank."""
-    lines: list[str] = []
     with catching() as received:
+        from prunex_mpi.config.cli import read_flags
         from prunex_mpi.run.program import run_program
 
-        read = partial(read_flags, lines=lines)
-        run = partial(train, received=received, lines=lines)
+        lines: list[str] = []
+        read, run = partial(read_flags, lines=lines), partial(train, received=received, lines=lines)
         return run_program("prunex_mpi.train", read, run, argv)
 
 
-def read_flags(argv: Sequence[str], lines: list[str]) -> "Settings":
-    """Return the settings; raise UserError for modules to import that a file alone names."""
-    from prunex_mpi.base.imports import check_foreign
-    from prunex_mpi.config.cli import parse
-
-    settings = parse(argv, tell=lines.append)
-    names = {what: getattr(settings, what) for what in ("model", "dataset", "loss")}
-    check_foreign(names, argv, settings.run_dir if settings.resume else "")
-    return settings
-
-
 def train(
-    world: "MPI.Comm", settings: "Settings", received: ReceivedSignal, lines: Sequence[str]
+    world: "MPI.Comm", settings: "Settings", received: ReceivedSignal, lines: list[str]
 ) -> int:
     """Train under the eyes of a watchdog, once rank 0 has said `lines`. Collective on `world`."""
     from prunex_mpi.run.program import watched
 
     received.quiet = world.rank > 0
-    for line in lines if world.rank == 0 else ():
+    for line in [] if received.quiet else lines:
         print(f"prunex_mpi: {line}", file=sys.stderr, flush=True)
     with watched(world, settings.timeout) as watchdog:
         from prunex_mpi.run import job, survival

@@ -184,7 +184,6 @@ def local_computation(
         if position.step and stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
-        stepped = time.perf_counter()
         if position.under_way and position.step >= arrival_step(context):
             z_arrives(context)
         loss = forward_backward(context, averager)
@@ -203,7 +202,6 @@ def local_computation(
             mask_weights_()
         add_loss_(context, loss)
         position.step += 1
-        position.clock.note("step", f"step {position.step}", stepped)
         if wires is not None and (number := part_after_step(context)):
             if position.under_way:
                 z_arrives(context)
@@ -341,7 +339,6 @@ def z_arrives(context: RunContext) -> None:
     if context.behind is not None:
         context.behind.finish()
         clock.late += time.perf_counter() - started
-        clock.note("message", "wait for the helper", started)
     position = state.position
     settings, part = context.settings, position.part
     k = sent_in(position.iteration, part, settings)

@@ -39,7 +39,6 @@ from prunex_mpi.base.files import (
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.record_keys import flat_table
 from prunex_mpi.base.schema import check_summary, read_json
-from prunex_mpi.base.trace import TraceFile
 
 # How a run ends that has come to its end.
 COMPLETE = ("completed", "converged")
@@ -115,7 +114,6 @@ class RunDirectory:
         self.lock = FileLock(path / "lock", timeout=LOOKED_AT_S)
         self.removal: threading.Thread | None = None
         self.removed = 0
-        self.trace: TraceFile | None = None
         self.tensorboard: Tensorboard | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)

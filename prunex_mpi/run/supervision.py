@@ -30,7 +30,7 @@ from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory, Tensorboard
 from prunex_mpi.run.kept import Kept, keep
 from prunex_mpi.run.pretrained import evaluate_initial
-from prunex_mpi.run.records import RankRecords, tracing, write_trace
+from prunex_mpi.run.records import RankRecords, tracing
 from prunex_mpi.settings.fields import Settings
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.
@@ -215,7 +215,8 @@ def recorded(
             files.append("ranks.jsonl", [row] if row else [])
             if files.tensorboard is not None:
                 files.tensorboard.add(record)
-        write_trace(topology.world, files, context)
+        if context.state.position.clock.profiler is not None:
+            context.state.position.clock.profiler.step()
         progress.update(record, context.state.position.steps_done, local_steps(context))
         yield {**record, "exchange": rank["exchange"]}, status
 
@@ -257,13 +258,12 @@ def write_checkpoint(
     Collective on `world`.
     """
     context.heartbeat.enter("checkpoint")
-    began, started = time.perf_counter(), time.monotonic()
+    started = time.monotonic()
     if context.behind is not None:
         # What has arrived is written with the rest, and waits for its step in both runs.
         context.behind.finish()
     check_finite(topology, context)
     checkpoint.save(topology, files, context)
     checkpoints.note(time.monotonic() - started)
-    context.state.position.clock.note("phase", "checkpoint", began)
     if context.stop is not None:
         context.stop.reserve_s = RESERVE * checkpoints.last_s
