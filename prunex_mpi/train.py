@@ -1,7 +1,7 @@
 """Train and prune a network over MPI: `mpirun -n 4 python -m prunex_mpi.train [flags]`.
 
-The algorithm itself is in methods/hsadmm.py, the course of a job in run/job.py. Nothing that starts
-MPI or loads torch is imported before the flags are parsed.
+The algorithm is in methods/hsadmm.py, the course of a job in run/job.py. Signals are noted before
+anything slow is imported, MPI and torch are imported after the flags are parsed.
 """
 
 import sys
@@ -10,10 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prunex_mpi.base.imports import check_foreign
-from prunex_mpi.config.cli import parse
-from prunex_mpi.run.program import run_program, watched
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.base.signals import ReceivedSignal, catching
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,40 +19,40 @@ if TYPE_CHECKING:
 
     from prunex_mpi.core.losses import Loss
     from prunex_mpi.run.from_python import Data, Training
+    from prunex_mpi.settings.fields import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code, the same on every rank."""
-    lines: list[str] = []
-    read, run = partial(read_flags, lines=lines), partial(train, lines=lines)
-    return run_program("prunex_mpi.train", read, run, argv)
+    with catching() as received:
+        from prunex_mpi.config.cli import read_flags
+        from prunex_mpi.run.program import run_program
+
+        lines: list[str] = []
+        read, run = partial(read_flags, lines=lines), partial(train, received=received, lines=lines)
+        return run_program("prunex_mpi.train", read, run, argv)
 
 
-def read_flags(argv: Sequence[str], lines: list[str]) -> Settings:
-    """Return the settings; raise UserError for modules to import that a file alone names."""
-    settings = parse(argv, tell=lines.append)
-    names = {what: getattr(settings, what) for what in ("model", "dataset", "loss")}
-    check_foreign(names, argv, settings.run_dir if settings.resume else "")
-    return settings
-
-
-def train(world: "MPI.Comm", settings: Settings, lines: Sequence[str] = ()) -> int:
+def train(
+    world: "MPI.Comm", settings: "Settings", received: ReceivedSignal, lines: list[str]
+) -> int:
     """Train under the eyes of a watchdog, once rank 0 has said `lines`. Collective on `world`."""
-    for line in lines if world.rank == 0 else ():
+    from prunex_mpi.run.program import watched
+
+    received.quiet = world.rank > 0
+    for line in [] if received.quiet else lines:
         print(f"prunex_mpi: {line}", file=sys.stderr, flush=True)
     with watched(world, settings.timeout) as watchdog:
-        from prunex_mpi.comm.preemption import catching
         from prunex_mpi.run import job, survival
 
-        with catching(world.rank) as received:
-            run = survival.run if settings.on_node_loss == "continue" else job.run
-            return run(world, settings, watchdog, received)
+        run = survival.run if settings.on_node_loss == "continue" else job.run
+        return run(world, settings, watchdog, received)
 
 
 @contextmanager
 def training(
     world: "MPI.Comm",
-    settings: Settings,
+    settings: "Settings",
     model: "nn.Module",
     data: "Data",
     loss: "Loss | None" = None,

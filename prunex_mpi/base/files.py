@@ -41,11 +41,6 @@ SUMMARY, STATE, EXPORTED = "summary.json", "state.safetensors", "model"
 TOKENIZER = "tokenizer.json"
 # Holds why, in a run that diverged.
 DIVERGED = "diverged.json"
-# Of a job that is to go on with a run: there as long as it waits, with the launcher's words to the
-# job before, to leave, and then to this one, to go; there once it stands by.
-NEXT, LEAVE, GO, READY = "next", "leave", "go", "next-ready"
-# What the job before then gives as its reason to end.
-TAKEN_OVER = "the job that stands by"
 
 
 @dataclass(frozen=True)
@@ -111,16 +106,22 @@ def remove_folder(folder: Path, going: Callable[[], None]) -> None:
 
 
 def no_links(path: str, flags: int) -> int:
-    """Open a file for `open(..., opener=no_links)`, through no link; raise OSError for one."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    """Open a file to write for `open(..., opener=no_links)`: a regular one, through no link."""
+    return regular_only(path, flags | os.O_NOFOLLOW)
 
 
 def regular_only(path: str, flags: int) -> int:
     """Open a file for `open(..., opener=regular_only)`; raise OSError for what is none.
 
-    Opening a FIFO would wait for a writer, reading a device may never end.
+    Opening a FIFO would wait for its other end, reading a device may never end.
     """
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        # A FIFO that nobody reads.
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.EINVAL, "not a regular file", path) from None
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor

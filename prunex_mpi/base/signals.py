@@ -1,9 +1,66 @@
-"""Handle signals for the time of a block."""
+"""Handle signals for the time of a block; programs do so before they import what is slow."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
+
+# What schedulers send before they kill (some SIGUSR2, or SIGXCPU), and Ctrl-C.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT)
+INTERRUPTED = b"\nprunex_mpi: leaving with a checkpoint; Ctrl-C again ends at once\n"
+
+
+@dataclass
+class ReceivedSignal:
+    """The number of the last signal that asked this rank to stop, 0 for none.
+
+    `training` says that there is something to keep: before, Ctrl-C ends the job as anywhere else.
+    A rank that is not `quiet` tells the user of Ctrl-C.
+    """
+
+    number: int = 0
+    training: bool = False
+    quiet: bool = False
+
+
+@contextmanager
+def catching() -> Iterator[ReceivedSignal]:
+    """Note the SIGNALS that ask a job to stop; a second INT ends this process at once."""
+    received = ReceivedSignal()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if not received.training:
+                signal.default_int_handler(number, frame)
+            signal.signal(number, signal.SIG_DFL)
+            if not received.quiet:
+                # No log or print, which may be what was interrupted.
+                os.write(2, INTERRUPTED)
+        received.number = number
+
+    with handling(SIGNALS, note):
+        yield received
+
+
+@dataclass
+class Asked:
+    """How often this process was asked to end."""
+
+    times: int = 0
+
+
+@contextmanager
+def asked_to_end() -> Iterator[Asked]:
+    """Count the SIGNALS, for the time of the block."""
+    asked = Asked()
+
+    def count(*_: object) -> None:
+        asked.times += 1
+
+    with handling(SIGNALS, count):
+        yield asked
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What a program does around its work that starts no MPI: flags, and the way it ends."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -17,12 +18,23 @@ def run_single_process(
     argv: Sequence[str] | None,
 ) -> int:
     """Parse the flags, do `work(options)`; return the exit code, having said in a line why."""
+    open_closed_streams()
     try:
         run(parse(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         say_error(name, error)
         return error.exit_code
     return 0
+
+
+def open_closed_streams() -> None:
+    """Open the null device for each standard stream that is closed, as under daemons.
+
+    It takes the stream's own number, so that no file gets what is written to that.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def say_error(name: str, error: UserError) -> None:

@@ -40,3 +40,8 @@ def shifted_bytes(workers: int, inside: int, distance: int, operand: int, team: 
     team = team or workers
     receivers = (r - r % team + (r + distance) % team for r in range(inside))
     return sum(r >= inside for r in receivers) * operand
+
+
+def wire_s(gbit: float, nbytes: float) -> float:
+    """Return the seconds that bytes take on a link of so many 10^9 bits per second."""
+    return nbytes / (gbit * 1e9 / 8)

@@ -222,31 +222,3 @@ def mean_over_ranks(world: MPI.Comm, value: float) -> float:
 
 ROUND_TRIPS = 20
 TAG = 7
-
-
-def seconds_ahead(world: MPI.Comm) -> float:
-    """Return by how much this rank's `time.perf_counter` is ahead of world rank 0's.
-
-    By the shortest of several round trips; 0 where that can't tell the clocks apart. Collective on
-    `world`.
-    """
-    mine = np.zeros(1)
-    if world.rank:
-        for _ in range(ROUND_TRIPS):
-            world.Recv(mine, source=0, tag=TAG)
-            mine[0] = time.perf_counter()
-            world.Send(mine, dest=0, tag=TAG)
-        world.Recv(mine, source=0, tag=TAG)
-        return float(mine[0])
-    for rank in range(1, world.size):
-        trips = []
-        for _ in range(ROUND_TRIPS):
-            started = time.perf_counter()
-            world.Send(mine, dest=rank, tag=TAG)
-            world.Recv(mine, source=rank, tag=TAG)
-            ended = time.perf_counter()
-            trips.append((ended - started, float(mine[0]) - (started + ended) / 2))
-        trip, ahead = min(trips)
-        mine[0] = ahead if abs(ahead) > trip / 2 else 0.0
-        world.Send(mine, dest=rank, tag=TAG)
-    return 0.0

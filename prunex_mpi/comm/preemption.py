@@ -10,15 +10,13 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import FrameType
 
 import numpy as np
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.signals import handling
+from prunex_mpi.base.signals import ReceivedSignal
 
 # Between two safe points; a request takes at most two such periods to be agreed.
 PERIOD_S = 1.0
@@ -28,43 +26,10 @@ MARGIN_S = 10.0
 # SIGUSR1 this near the end is its herald: batch/*.sbatch have it sent two minutes before, and by
 # Slurm's clock it comes up to one sooner.
 HERALD_S = 180.0
-INTERRUPTED = b"\nprunex_mpi: leaving with a checkpoint; Ctrl-C again ends at once\n"
 TIME_LIMIT, FAILED = 1000, 2000  # beyond every signal's number
-# What schedulers send before they kill (some SIGUSR2, or SIGXCPU), and Ctrl-C.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT)
 END_OF_JOB = "SLURM_JOB_END_TIME"
 UNSET = "unset it, or start in a new shell"
 REASONS = {TIME_LIMIT: "the time limit", FAILED: "an error on some rank"}
-
-
-@dataclass
-class ReceivedSignal:
-    """The number of the last signal that asked this rank to stop, 0 for none.
-
-    `training` says that there is something to keep: before, Ctrl-C ends the job as anywhere else.
-    """
-
-    number: int = 0
-    training: bool = False
-
-
-@contextmanager
-def catching(rank: int = 0) -> Iterator[ReceivedSignal]:
-    """Note the SIGNALS that ask a job to stop; a second INT ends this process at once."""
-    received = ReceivedSignal()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            if not received.training:
-                signal.default_int_handler(number, frame)
-            signal.signal(number, signal.SIG_DFL)
-            if rank == 0:
-                # No log or print, which may be what was interrupted.
-                os.write(2, INTERRUPTED)
-        received.number = number
-
-    with handling(SIGNALS, note):
-        yield received
 
 
 class StopAgreement:

@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-
-from prunex_mpi.base.trace import Trace
+from torch.profiler import profile, record_function
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -48,7 +47,7 @@ class Clock:
     the phase they are in, as those by which the ranks agree on going on. In the other phases all
     messages do. `broadcast` is the part of them that handed to the ranks of a node what had come
     from other nodes, as far as it was waited for. `data` is waiting for images of phase 1 to be
-    decoded, and a part of it. With a `trace` each message is noted there.
+    decoded, and a part of it. With a `profiler` each message is named in its trace.
     """
 
     earlier: float = 0.0
@@ -63,7 +62,7 @@ class Clock:
 
     def __post_init__(self) -> None:
         # No field: it is no part of what a checkpoint remembers.
-        self.trace: Trace | None = None
+        self.profiler: profile | None = None
 
     @property
     def messages(self) -> float:
@@ -80,11 +79,10 @@ class Clock:
     ) -> Iterator[None]:
         """Count the block as waiting for messages; `counted` are bytes for the trace."""
         started = now(device)
-        yield
-        ended = now(device)
+        with self.named(name, counted):
+            yield
+            ended = now(device)
         setattr(self, part, getattr(self, part) + ended - started)
-        if self.trace is not None:
-            self.trace.note("message", name, started, ended, counted)
 
     def agreeing(
         self, device: torch.device, name: str, counted: Mapping[str, int] = NOTHING
@@ -100,12 +98,13 @@ class Clock:
             yield
         self.broadcast += self.exchange - waited
 
-    def note(
-        self, category: str, name: str, started: float, counted: Mapping[str, int] = NOTHING
-    ) -> None:
-        """Add to the trace, if there is one, what has begun at `started` and ends now."""
-        if self.trace is not None:
-            self.trace.note(category, name, started, time.perf_counter(), counted)
+    def named(
+        self, name: str, counted: Mapping[str, int] = NOTHING
+    ) -> AbstractContextManager[object]:
+        """Name the block in the trace, if there is one, with the bytes that were `counted`."""
+        if self.profiler is None:
+            return nullcontext()
+        return record_function(", ".join([name, *(f"{key} {n}" for key, n in counted.items())]))
 
     @contextmanager
     def computing(self, device: torch.device) -> Iterator[None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.settings import fields
-from prunex_mpi.settings.fields import Estimate, Settings, key_of
+from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.values import AUTO
 
 # What patterns, which are always one of four, have no use for.
@@ -18,15 +18,11 @@ def first_at_target(values: Mapping[str, Any]) -> int:
     return values["warmup_iterations"] + max(1, values["keep_ramp_iterations"])
 
 
-def check_together(settings: Settings, estimate: Mapping[str, Any]) -> None:
-    """Refuse values that are fine alone and wrong together.
-
-    `estimate` is what a dry run is asked beside the settings, by name.
-    """
+def check_together(settings: Settings) -> None:
+    """Refuse values that are fine alone and wrong together."""
     s = settings
     if not s.local_epochs and not s.local_steps:
         raise UserError("local-epochs and local-steps are both 0; give one of them")
-    _check_estimate(s, estimate)
     _check_beginning(s)
     _check_data(s)
     if s.method.check is not None:
@@ -228,21 +224,6 @@ def _check_racks(settings: Settings) -> None:
         raise UserError(f"rack-of {text} is no regular expression: {error}") from None
     if not groups:
         raise UserError(f"rack-of {text}: put what names the rack in brackets, as in (.*)-node")
-
-
-def _check_estimate(settings: Settings, estimate: Mapping[str, Any]) -> None:
-    """Refuse what a dry run alone looks at, where there is none, and what its estimate lacks."""
-    usual = vars(Estimate())
-    given = [name for name in usual if estimate[name] != usual[name]]
-    if given and not settings.dry_run:
-        raise UserError(f"{key_of(given[0])} means something with --dry-run alone; leave it away")
-    if given and not estimate["link_gbit"]:
-        raise UserError(f"{key_of(given[0])} means nothing without --link-gbit; give it as well")
-    if estimate["step_ms"] and settings.local_steps <= 0:
-        raise UserError(
-            "step-ms: local-epochs and auto do not say how many steps there are; give "
-            "--local-steps as a number"
-        )
 
 
 def _check_beginning(settings: Settings) -> None:

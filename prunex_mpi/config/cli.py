@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
 from prunex_mpi.base.files import TOKENIZER, open_regular, regular_only, tomllib
+from prunex_mpi.base.imports import check_foreign
 from prunex_mpi.config.parser import Parser, last_value, program_parser
 from prunex_mpi.config.resolve import (
     BY_NAME,
@@ -306,3 +307,14 @@ def join_negative_numbers(argv: Sequence[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
+
+
+def read_flags(argv: Sequence[str], lines: list[str]) -> Settings:
+    """Return the settings of a job, and add to `lines` what it is to say of them.
+
+    Raises UserError also for modules to import that a file alone names.
+    """
+    settings = parse(argv, tell=lines.append)
+    names = {what: getattr(settings, what) for what in ("model", "dataset", "loss")}
+    check_foreign(names, argv, settings.run_dir if settings.resume else "")
+    return settings

@@ -20,7 +20,6 @@ from prunex_mpi.settings.fields import (
     DATASET_DEFAULTS,
     OF_THE_JOB,
     SHARED,
-    Estimate,
     Settings,
     key_of,
 )
@@ -41,7 +40,6 @@ class _Given:
 
 
 GIVEN = {field.name: field for field in dataclasses.fields(_Given)}
-ESTIMATED = {field.name: field for field in dataclasses.fields(Estimate)}
 # The method that has a setting to itself, by flat name.
 OWNER = {name: method for method in METHODS for name in method.option_fields()}
 # All that can be given, by flat name.
@@ -49,7 +47,6 @@ FIELDS = {
     **SHARED,
     **GIVEN,
     **{name: field for method in METHODS for name, field in method.option_fields().items()},
-    **ESTIMATED,
 }
 
 
@@ -309,8 +306,7 @@ def flat_values(settings: Settings) -> dict[str, Any]:
     method = settings.method
     values = {name: getattr(settings, name) for name in SHARED} | {"method": method.name}
     own = {method.option_name(k): value for k, value in vars(settings.options).items()}
-    estimate = settings.estimate or Estimate()
-    return values | own | vars(estimate)
+    return values | own
 
 
 def check_saved(saved: Mapping[str, Any], where: str) -> Settings:
@@ -353,7 +349,7 @@ def resumed(
     settings = _resolve(after)
     now = flat_values(settings)
     for name, old in before.items():
-        if name not in (*OF_THE_JOB, *ESTIMATED) and old != now[name]:
+        if name not in OF_THE_JOB and old != now[name]:
             raise UserError(_differs(name, now[name], old))
     if length > before["outer_iterations"]:
         return _resolve({**now, "outer_iterations": length})
@@ -407,7 +403,7 @@ def first_difference(saved: Mapping[str, Any], settings: Settings) -> str | None
     """
     before, now = flat_values(check_saved(saved, "it")), flat_values(settings)
     for name in now:
-        if name not in (*OF_THE_JOB, *ESTIMATED) and before.get(name) != now[name]:
+        if name not in OF_THE_JOB and before.get(name) != now[name]:
             return toml_key(name)
     return None
 
@@ -431,8 +427,6 @@ def _to_table(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
     """Return what TOML writes of the values of some settings, by key, methods' own in tables."""
     table: dict[str, Any] = {}
     for name in names:
-        if name in ESTIMATED:
-            continue
         value = _to_toml_value(name, values[name])
         method, _, key = toml_key(name).rpartition(".")
         if method:
@@ -483,14 +477,12 @@ def _resolve(values: dict[str, Any]) -> Settings:
     if values["local_steps"] > 0:
         values["local_epochs"] = Fraction(0)
     own = {f.name: values[method.option_name(f.name)] for f in dataclasses.fields(method.options)}
-    estimate = {name: values.get(name, field.default) for name, field in ESTIMATED.items()}
     settings = Settings(
         **{name: values[name] for name in SHARED},
         method=method,
         options=method.options(**own),
-        estimate=Estimate(**estimate) if values["dry_run"] else None,
     )
-    check_together(settings, estimate)
+    check_together(settings)
     return settings
 
 

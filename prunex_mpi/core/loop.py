@@ -58,9 +58,10 @@ def phase(context: RunContext, this: Round, name: str) -> Iterator[None]:
     context.heartbeat.enter(name)
     clock = context.state.position.clock
     started, messages = time.perf_counter(), clock.messages
-    yield
-    this.seconds[name] = this.seconds.get(name, 0.0) + now(context.state.theta.device) - started
-    clock.note("phase", name, started)
+    with clock.named(f"phase {name}"):
+        yield
+        ended = now(context.state.theta.device)
+    this.seconds[name] = this.seconds.get(name, 0.0) + ended - started
     this.exchange[name] = this.exchange.get(name, 0.0) + clock.messages - messages
 
 
@@ -148,7 +149,6 @@ def finish_round(
         average_z_(topology, context, changed=drift > 0, estimated=estimate == LASTING)
         if evaluates(context, this, converged):
             found = evaluate(topology, context, estimate == PASSING)
-    position.clock.note("iteration", f"outer iteration {this.k}", this.started)
     this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
     trained_s = this.seconds["total"] - this.seconds["evaluate"]
     steps_per_second = position.step * topology.world_size / max(trained_s, 1e-9)

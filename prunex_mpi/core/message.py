@@ -15,7 +15,6 @@ first known ones are a mean in float32 (`find_reference_`).
 DiLoCo's step between nodes (Douillard et al. 2023) follows: SGD with Nesterov momentum on z.
 """
 
-import time
 from collections.abc import Mapping
 
 import torch
@@ -159,12 +158,12 @@ def exchange_message_(
     message, statistics = state.blocks(part)
     parameters_coded, statistics_coded = map(first_blocks, state.coded, (message, statistics))
     values = _waiting(state, part)
-    ways, started = (transport, clock), time.perf_counter()
-    sum_coded_(between, node, parameters_coded, values, message, *ways)
-    sum_coded_(between, node, statistics_coded, statistics, statistics, *ways)
+    ways = transport, clock
+    with clock.named("sum of codes", counted):
+        sum_coded_(between, node, parameters_coded, values, message, *ways)
+        sum_coded_(between, node, statistics_coded, statistics, statistics, *ways)
     if part.number and between != MPI.COMM_NULL:
         state.memory[REST][part.span].copy_(values[: part.plan.numel])
-    clock.note("exchange", "sum of codes", started, counted)
 
 
 def way_of(state: State) -> str:

@@ -117,9 +117,6 @@ def stops_here(context: RunContext, started: float) -> bool:
     asked = time.perf_counter()
     reached = context.stop.reached()
     position.clock.agreed += time.perf_counter() - asked
-    if context.stop.calls == 0:
-        # At one of the steps at which the ranks agree; it has no device to wait for.
-        position.clock.note("message", "Iallreduce of who has to stop", asked)
     if not reached:
         return False
     position.loss_sum, position.loss_count = context.state.losses.tolist()

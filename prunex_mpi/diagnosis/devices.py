@@ -12,9 +12,9 @@ import torch
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology, library_name
-from prunex_mpi.diagnosis.findings import errors
 from prunex_mpi.diagnosis.launcher import check_launcher
 from prunex_mpi.diagnosis.probe import BEGUN, PASSED, TRIALS
 from prunex_mpi.diagnosis.ranks import device_buffers_on_cpu, device_buffers_refused
@@ -217,6 +217,11 @@ def resolve_mpi_buffers(
 
 
 def lone_singleton(world: MPI.Comm) -> str:
-    """Return why this job of one rank is not what was asked for, or "" when it is."""
-    lone = errors(check_launcher(world.size, os.environ, terminal=os.isatty(0)))
-    return lone[0].line() if lone else ""
+    """Return why this job of one rank is not what was asked for, or "" when it is.
+
+    Warns where it may be.
+    """
+    (found,) = check_launcher(world.size, os.environ, terminal=os.isatty(0))
+    if found.severity == "warning":
+        log.warning("%s", found.line())
+    return found.line() if found.severity == "error" else ""

@@ -37,6 +37,10 @@ def check_launcher(
             )
         return [Finding("error", "launcher", reason, remedy)]
     name = describe_launcher(environment)
+    tasks = number(environment.get("SLURM_NTASKS"), 1)
+    if name == "none" and tasks > 1:
+        reason = f"Slurm gave the job {tasks} tasks, and this is one process without a launcher"
+        return [Finding("warning", "launcher", reason, "start it with srun or mpirun")]
     if name == "none":
         remedy = "start it as the job is to be started, with mpirun or srun, to judge that job"
         return [Finding("note", "launcher", "this is one process without a launcher", remedy)]

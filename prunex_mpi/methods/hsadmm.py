@@ -187,7 +187,6 @@ def local_computation(
         if position.step and stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
-        stepped = time.perf_counter()
         if position.under_way and position.step >= arrival_step(context):
             z_arrives(context)
         begin_step_(state)
@@ -207,7 +206,6 @@ def local_computation(
             mask_weights_()
         add_loss_(context, loss)
         position.step += 1
-        position.clock.note("step", f"step {position.step}", stepped)
         if wires is not None and (number := part_after_step(context)):
             if position.under_way:
                 z_arrives(context)
@@ -345,7 +343,6 @@ def z_arrives(context: RunContext) -> None:
     if context.behind is not None:
         context.behind.finish()
         clock.late += time.perf_counter() - started
-        clock.note("message", "wait for the helper", started)
     position = state.position
     settings, part = context.settings, position.part
     k = sent_in(position.iteration, part, settings)

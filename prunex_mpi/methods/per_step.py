@@ -130,7 +130,6 @@ def train_steps(
         if steps.stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
-        stepped = time.perf_counter()
         steps.begin_step_(state)
         loss = yield averager
         steps.finish_average_(context, averager)
@@ -143,7 +142,6 @@ def train_steps(
         steps.step_optimizer_(context)
         steps.add_loss_(context, loss)
         position.step += 1
-        position.clock.note("step", f"step {position.step}", stepped)
     return float(state.losses[0] / state.losses[1])
 
 

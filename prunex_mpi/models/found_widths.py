@@ -9,13 +9,13 @@
 Beside a pruned network it shows what the weights are worth: same widths, fresh weights.
 """
 
-import json
 import math
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.schema import check_network, read_json
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.standalone import FORMAT, PLAN, build, fill_, resize_
 
@@ -30,20 +30,21 @@ def fresh(folder: str | Path, **sizes: int) -> nn.Module:
     """
     path = Path(folder) / PLAN
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        plan = read_json(path)
+        description, form, layers = plan["model"], plan["format"], plan["layers"]
+        known, wanted = inputs_from(description), inputs_from(sizes)
+        check_network(plan, description, plan["normalisation"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} can't be read ({error}): name an exported model", USAGE) from None
-    description = plan["model"]
-    known, wanted = inputs_from(description), inputs_from(sizes)
-    if (plan["format"], known) != (FORMAT, wanted):
+    if (form, known) != (FORMAT, wanted):
         raise UserError(
-            f"{path} is of {known.text()}, format {plan['format']}; this run has {wanted.text()} "
+            f"{path} is of {known.text()}, format {form}; this run has {wanted.text()} "
             f"and {FORMAT}",
             USAGE,
         )
     whole = build(description).state_dict()
     network = build(description)
-    resize_(network, plan["layers"])
+    resize_(network, layers)
     left = network.state_dict(keep_vars=True)
     if left.keys() != whole.keys():
         raise UserError(f"{path}: its network has other parameters than the whole one", USAGE)

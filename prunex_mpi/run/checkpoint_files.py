@@ -25,6 +25,7 @@ from prunex_mpi.base.files import (
     LINES,
     FileRecord,
     read_record,
+    read_text,
     remove_folder,
     sync,
     write_durably,
@@ -115,7 +116,7 @@ def read_manifest(run: Path, name: str) -> dict[str, Any]:
     try:
         if path.stat().st_size > MANIFEST_LIMIT_BYTES:
             raise DamagedCheckpoint(f"{MANIFEST} is too large to be one")
-        outer = json.loads(path.read_text(encoding="utf-8"))
+        outer = json.loads(read_text(path))
         body, crc32 = outer["body"], outer["crc32"]
         if zlib.crc32(body.encode()) != crc32:
             raise DamagedCheckpoint(f"the checksum of {MANIFEST} is wrong")

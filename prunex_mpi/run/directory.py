@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -20,12 +19,8 @@ from filelock import FileLock, Timeout
 from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError
 from prunex_mpi.base.files import (
     DIVERGED,
-    GO,
-    LEAVE,
     LINES,
     LOOK_S,
-    NEXT,
-    READY,
     SUMMARY,
     TOKENIZER,
     FileRecord,
@@ -43,15 +38,13 @@ from prunex_mpi.base.files import (
 )
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.record_keys import flat_table
-from prunex_mpi.base.trace import TraceFile
+from prunex_mpi.base.schema import check_summary, read_json
 
 # How a run ends that has come to its end.
 COMPLETE = ("completed", "converged")
 LENGTH = "outer-iterations"
 FOLDER = "tensorboard"
 FLUSH_S = 30
-# How often to look whether a run is free; how long a launcher says nothing that is there no more.
-FREE_S, SILENCE_S = 0.05, 30.0
 # For who only looks whether a run is held to let go of its lock.
 LOOKED_AT_S = 2.0
 
@@ -82,7 +75,7 @@ def _unusable(path: Path, error: OSError) -> UserError:
 
 def _can_lock(file: Path) -> bool:
     """Return whether the file system of a file supports locks."""
-    with open(file, "rb") as opened:
+    with open_regular(file) as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
@@ -93,7 +86,7 @@ def _can_lock(file: Path) -> bool:
 def is_held(run: Path) -> bool:
     """Return whether a job holds a run, as far as its file system can tell."""
     try:
-        with open(run / "lock", "rb") as file:
+        with open_regular(run / "lock") as file:
             # An exclusive one NFS gives only to who may write.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -101,37 +94,6 @@ def is_held(run: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def stand_by(run: Path, going: Callable[[], None]) -> None:
-    """Wait where a run has the file NEXT, until the launcher writes there that the job before has
-    left the run, and it is free; call `going` meanwhile. Raises UserError.
-
-    Free alone it is too when the first rank of that job is lost, until another one takes its place.
-    The launcher touches the file all the while; one that was killed leaves it.
-    """
-    file, touched, heard_at = run / NEXT, 0.0, time.monotonic()
-    try:
-        if not file.exists():
-            return
-        if not _can_lock(run / "lock"):
-            raise UserError(f"there are no locks on the disk of {run}: no job can stand by for it")
-        log.info("standing by until the job before has left %s", run)
-        touch(run / READY)
-        while (held := is_held(run)) or read_text(file) != GO:
-            now, before = time.monotonic(), touched
-            # Now that it has been read, which has NFS ask its server.
-            touched = file.stat().st_mtime
-            if held or touched != before:
-                heard_at = now
-            elif now - heard_at > SILENCE_S:
-                break
-            going()
-            time.sleep(FREE_S)
-        (run / READY).unlink(missing_ok=True)
-        file.unlink(missing_ok=True)
-    except OSError as error:
-        raise _unusable(run, error) from None
 
 
 class RunDirectory:
@@ -152,7 +114,6 @@ class RunDirectory:
         self.lock = FileLock(path / "lock", timeout=LOOKED_AT_S)
         self.removal: threading.Thread | None = None
         self.removed = 0
-        self.trace: TraceFile | None = None
         self.tensorboard: Tensorboard | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -282,20 +243,18 @@ class RunDirectory:
                     reason = f"{self.path / name} can't be cut: {error.strerror}; move it away"
                     raise UserError(reason, UNREADABLE) from None
         for name in (SUMMARY, DIVERGED):
-            (self.path / name).unlink(missing_ok=True)
+            try:
+                (self.path / name).unlink(missing_ok=True)
+            except OSError as error:
+                reason = f"{self.path / name} is in the way: {error.strerror}; move it away"
+                raise UserError(reason, UNREADABLE) from None
 
     def read_lines(self, name: str) -> list[dict[str, Any]]:
         """Return the records of a file."""
         if not (self.path / name).exists():
             return []
-        with open(self.path / name, encoding="utf-8") as file:
+        with open_regular(self.path / name) as file:
             return [json.loads(line) for line in file]
-
-    def is_to_be_left(self) -> bool:
-        """Return whether another job stands by to go on at the end of an outer iteration."""
-        with contextlib.suppress(OSError):
-            return read_text(self.path / NEXT) == LEAVE
-        return False
 
     def complete(self) -> bool:
         """Return whether the run has come to its end, and is not to become longer."""
@@ -386,15 +345,19 @@ def same_run(config: str, later: str) -> bool:
 
 def read_summary(run: Path) -> dict[str, Any]:
     """Return how a run ended, {} where it did not; raise UserError where that can't be read."""
+    remove = "remove it to go on with the run"
     try:
-        summary = json.loads(read_text(run / SUMMARY))
-        if isinstance(summary["status"], str):
-            return summary
+        summary = read_json(run / SUMMARY)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise UserError(f"{run / SUMMARY} can't be read; remove it to go on with the run", UNREADABLE)
+    except (OSError, ValueError):
+        raise UserError(f"{run / SUMMARY} can't be read; {remove}", UNREADABLE) from None
+    try:
+        check_summary(summary)
+    except ValueError as error:
+        text = f"{run / SUMMARY} is not what the run wrote ({error}): put it back, or {remove}"
+        raise UserError(text, UNREADABLE) from None
+    return summary
 
 
 class Tensorboard:

@@ -1,24 +1,20 @@
 """Forecast what a run would hand to MPI, without training: `--dry-run`."""
 
-from dataclasses import dataclass
-
 import numpy as np
-import torch
 
-from prunex_mpi.base.tables import Cell, Table, format_lines, format_table
+from prunex_mpi.base.tables import format_lines
 from prunex_mpi.base.units import MIB, ring_bytes
-from prunex_mpi.comm.collectives import between_nodes, build_transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.cli import shown
-from prunex_mpi.config.resolve import ESTIMATED, flat_values, make, toml_key
+from prunex_mpi.config.resolve import flat_values, make, toml_key
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.loading import CPU, find_inputs
 from prunex_mpi.core.losses import find_losses
-from prunex_mpi.core.message import STATISTICS, message_bytes
+from prunex_mpi.core.message import message_bytes
 from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.schedule import quadratic_rounds, strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
-from prunex_mpi.core.sums import BLOCK, MOST_SUMMED, SUMMED, coded_bytes
+from prunex_mpi.core.sums import BLOCK
 from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.data.image_files import Known
 from prunex_mpi.methods.exchanges import code_of
@@ -28,23 +24,9 @@ from prunex_mpi.pruning.compaction import Plan, build_plan, cut_plan
 from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
-from prunex_mpi.run.cost import (
-    Exchange,
-    Link,
-    bound_s,
-    exchange_s,
-    kernels_of,
-    packing_s,
-    sent_bytes,
-    share,
-)
 from prunex_mpi.run.pretrained import check_initial
-from prunex_mpi.run.tuning import LATEST
-from prunex_mpi.settings.fields import PAYLOADS, Estimate, Settings, known_freeze
+from prunex_mpi.settings.fields import Settings, known_freeze
 from prunex_mpi.settings.values import AUTO
-
-# GB/s of copies where --copy-gbs does not say it: one core of a CPU, a GPU's memory.
-COPY_GBS = {"cpu": 7.0, "cuda": 1000.0}
 
 
 def dry_run(settings: Settings, topology: Topology, known: Known = NOTHING_KNOWN) -> str:
@@ -65,7 +47,7 @@ def differing_settings(settings: Settings) -> str:
     table = [
         (toml_key(name), shown(name, value))
         for name, value in values.items()
-        if value != usual[name] and name not in (*ESTIMATED, "dry_run")
+        if value != usual[name] and name != "dry_run"
     ]
     title = f"Settings beside those of preset {preset} for method {method.name}"
     return f"{title}:\n{format_lines(table)}" if table else f"{title}: none."
@@ -96,21 +78,27 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         plan = build_plan(layout, groups, mask, parameter.device)
         return plan, kept_stats(mask, stats_groups).size
 
-    def travelling(strict: float) -> Travelling:
-        return travelling_under(*planned(strict), layout, size)
+    def message(strict: float, parted: bool) -> int:
+        plan, carried = planned(strict)
+        if parted:
+            return sum(sizes_of_parts(settings, plan, carried, size))
+        return message_bytes(settings.payload, plan.numel, carried, size)
 
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
     if settings.method.local_sgd:
         # None of them but one-shot prunes.
         warmup, ramp = getattr(settings.options, "prune_iteration", 1) - 1, 0
     count = _rounds(settings)[0]
-    run = [strictness(k, warmup, ramp) for k in exchanges_in(settings, count)]
-    travels = {s: travelling(s) for s in {0.0, 1.0, *run}}
-    payloads = {s: t.bytes(settings.payload) for s, t in travels.items()}
-    total = sum(payloads[s] for s in run)
+    parted = parted_in(settings, count)
+    run = [(strictness(k, warmup, ramp), k in parted) for k in exchanges_in(settings, count)]
+    # Before the freeze there are no parts.
+    first = 0.0, bool(parted) and not settings.method.consensus
+    final = 1.0, bool(parted)
+    payloads = {which: message(*which) for which in {first, final, *run}}
+    total = sum(payloads[which] for which in run)
     dense = (layout.numel + statistics) * size
     model_row, topology_row = _what_runs(settings, topology, layout, statistics)
-    sizes = dense, payloads[0.0], payloads[1.0]
+    sizes = dense, payloads[first], payloads[final]
     payload_rows = _payload_rows(settings, groups, sizes, total, len(run))
     rows = [model_row, topology_row, *payload_rows]
     if groups.total:
@@ -121,16 +109,12 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         if line := out_of_reach(groups, layout.numel):
             rows.append(("warning", line))
     if topology.racks:
-        between = ring_bytes(topology.num_peers, payloads[1.0])
+        between = ring_bytes(topology.num_peers, payloads[final])
         what = " at the keep ratio" if groups.total else ""
         rows.append((f"sent by a rack per outer iteration{what}", _size_of(between)))
     if settings.fragments > 1:
         rows.append(("parts", _parts(settings, *planned(1.0), size)))
-    text = format_lines(rows)
-    if settings.estimate and settings.estimate.link_gbit:
-        table = cost_table(settings, settings.estimate, travels[1.0])
-        text = f"{text}\n\n{format_table(table)}"
-    return text
+    return format_lines(rows)
 
 
 def exchanges_in(settings: Settings, outer: int) -> list[int]:
@@ -175,15 +159,30 @@ def _payload_rows(
     return rows if groups.total else [*rows[:3], rows[4]]
 
 
+def parted_in(settings: Settings, outer: int) -> set[int]:
+    """Return the outer iterations, of `outer` in all, whose message goes in parts."""
+    if settings.fragments == 1:
+        return set()
+    if settings.method.consensus:
+        # Once there are no duals.
+        known = known_freeze(settings) if settings.after_freeze == "local-sgd" else 0
+        return set(range(known + 1, outer)) if known else set()
+    return {k for k in range(1, outer) if k != getattr(settings.options, "prune_iteration", 0)}
+
+
+def sizes_of_parts(settings: Settings, plan: Plan, statistics: int, size: int) -> list[int]:
+    """Return the bytes of each part of a message; in fewer bits each has whole blocks."""
+    numels = [int(part.numel) for _, _, part in cut_plan(plan, settings.fragments, BLOCK)]
+    carried = [0] * (settings.fragments - 1) + [statistics]
+    return [
+        message_bytes(settings.payload, numel, extra, size)
+        for numel, extra in zip(numels, carried, strict=True)
+    ]
+
+
 def _parts(settings: Settings, plan: Plan, statistics: int, size: int) -> str:
     """Return how the message leaves in parts: the peak of the link."""
-    count = settings.fragments
-    sizes = [int(part.numel) for _, _, part in cut_plan(plan, count, BLOCK)]
-    carried = [0] * (count - 1) + [statistics]
-    largest = max(
-        message_bytes(settings.payload, numel, extra, size)
-        for numel, extra in zip(sizes, carried, strict=True)
-    )
+    count, largest = settings.fragments, max(sizes_of_parts(settings, plan, statistics, size))
     steps = settings.local_steps
     distance = f"every {steps / count:g} local steps" if steps else f"{count} times per interval"
     once = ", once the masks are frozen" if settings.method.consensus else ""
@@ -240,6 +239,8 @@ def _quality(settings: Settings, groups: Groups) -> str:
         caveats.append("less, where the groups of a composition overlap")
     if settings.keep_by != "groups":
         caveats.append("about, since trained scores decide how the budget is spent")
+    if settings.fragments > 1 and settings.method.consensus and not known_freeze(settings):
+        caveats.append("about, since the drift of the masks decides when parts begin")
     shrinking = settings.method.consensus and not settings.method.flat
     if shrinking and "pattern" in settings.groups and settings.keep_ramp_iterations > 1:
         caveats.append("about while the keep ratio falls, since two patterns share 1 or 2 weights")
@@ -296,102 +297,3 @@ def nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
         )
         mask[start:stop] = select(scores, selections, strict, round_to, groups)
     return mask
-
-
-@dataclass(frozen=True)
-class Travelling:
-    """What goes into a message: `parameters` of `model` and `statistics`, of `size` bytes each.
-
-    `pieces` is the number of pieces of the packing plan.
-    """
-
-    parameters: int
-    statistics: int
-    model: int
-    size: int
-    pieces: int
-
-    def bytes(self, payload: str) -> int:
-        """Return the bytes of a message between two or more nodes."""
-        return message_bytes(payload, self.parameters, self.statistics, self.size)
-
-
-def travelling_under(plan: Plan, statistics: int, layout: Layout, size: int) -> Travelling:
-    """Return what a packing plan sends, with the number of BatchNorm statistics."""
-    return Travelling(plan.numel, statistics, layout.numel, size, len(plan.pieces))
-
-
-def exchange_of(payload: str, what: Travelling, nodes: int, bucket_bytes: int) -> Exchange:
-    """Return what phase 4 exchanges between `nodes` leaders."""
-    whole = what.bytes(payload)
-    last = 0 if payload == "fp32" else coded_bytes(STATISTICS, what.statistics, what.size)
-    # Statistics are a vector of their own, unless everything travels as it is.
-    buckets, gatherings = -(-(whole - last) // bucket_bytes), -(-last // bucket_bytes)
-    reductions = 0
-    if payload == "fp32":
-        reductions = buckets
-    elif payload == SUMMED:
-        # Of maxima, then of integers.
-        reductions = 2 * buckets
-    else:
-        gatherings += buckets
-    return Exchange(
-        nodes,
-        whole,
-        reductions,
-        gatherings,
-        values_bytes=4 * (what.parameters + what.statistics),
-        model_bytes=4 * what.model,
-        pieces=what.pieces,
-    )
-
-
-def cost_table(settings: Settings, asked: Estimate, what: Travelling) -> Table:
-    """Return what each payload costs at the keep ratio, with each number of nodes."""
-    link = Link(asked.link_gbit, asked.latency_us)
-    kind = settings.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    copy_gbs = asked.copy_gbs or COPY_GBS[kind]
-    step_s, steps = asked.step_ms / 1e3, settings.local_steps
-    # `auto` takes the fewest steps that hide the exchange, at most these.
-    behind = steps // LATEST if settings.overlap_steps == AUTO else settings.overlap_steps
-    transport = build_transport(CPU, settings.bucket_mib, "host", settings.piece_kib)
-    rows: list[tuple[Cell, ...]] = []
-    for payload in PAYLOADS:
-        for nodes in asked.nodes:
-            if payload == SUMMED and nodes > MOST_SUMMED:
-                rows.append((payload, nodes, *[None] * (4 + bool(step_s))))
-                continue
-            pieces = between_nodes(transport, nodes).bucket_bytes
-            exchange = exchange_of(payload, what, nodes, pieces)
-            kernels = kernels_of(payload, copy_gbs)
-            row = (payload, nodes, round(sent_bytes(exchange)), bound_s(link, exchange))
-            row += (packing_s(kernels, exchange), exchange_s(link, kernels, exchange))
-            if step_s:
-                waited_for = exchange_s(link, kernels, exchange, behind * step_s)
-                row = (*row, 100 * share(waited_for, steps * step_s))
-            rows.append(row)
-    columns = ("payload", "nodes", "bytes sent", "bound s", "pack s", "exchange s")
-    notes = [
-        *(["nodes: with --rack-of racks"] if settings.rack_of else []),
-        "bytes sent: by a node per outer iteration, 2 (M - 1)/M of its message between M nodes",
-        "bound: these bytes over the link; pack: what is done before they are sent and after",
-        "exchange: bound, pack, latencies and codes",
-    ]
-    if None in (row[2] for row in rows):
-        notes.append(f"-: {SUMMED} is for up to {MOST_SUMMED} nodes")
-    if step_s:
-        columns = (*columns, "share %")
-        hidden = f", {behind} of which hide what goes between nodes" if behind else ""
-        notes.append(
-            f"share: of an outer iteration with {steps} local steps of {asked.step_ms:g} ms{hidden}"
-        )
-    pruned = " at the keep ratio" if settings.method.prunes_groups else ""
-    return Table(
-        f"Exchange{pruned}: {asked.link_gbit:g} Gbit/s, {asked.latency_us:g} us a message, "
-        f"copies of {copy_gbs:g} GB/s ({kind}), pieces of {settings.piece_kib} KiB for each node",
-        columns,
-        tuple(rows),
-        tuple(notes),
-    )

@@ -25,7 +25,7 @@ from prunex_mpi.data.text_files import BYTES, CHARS, FILE_NAME, Tokenizer
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.dummy_input import transient_buffers
-from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
+from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import TEXT, Settings
 
@@ -96,26 +96,20 @@ def read_finished_run(
         raise UserError(f"{path} is not complete, it was {summary['status']}; {go_on}", UNREADABLE)
     try:
         delivered = summary["delivered"]
-        record = FileRecord(int(delivered["bytes"]), int(delivered["crc32"]))
-        logits = list(map(float, delivered["probe"]))
+        record = FileRecord(delivered["bytes"], delivered["crc32"])
         mean, std = (torch.tensor(delivered[key], dtype=torch.float32) for key in ("mean", "std"))
         inputs = inputs_from(delivered)
-        layers = {name: dict(sizes) for name, sizes in delivered.get("layers", {}).items()}
-        # Tokens are not normalised.
-        colours = 0 if isinstance(inputs, Tokens) else 3
-        if len(mean) != colours or len(std) != colours:
-            raise ValueError
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+    except (KeyError, ValueError):
         raise UserError(
             f"{path / SUMMARY} does not say what was delivered; put back what the run wrote",
             UNREADABLE,
         ) from None
     model = build_model(settings.model, inputs, settings.stem)
     model.eval()
-    _resize_(model, layers, settings.model)
+    _resize_(model, delivered.get("layers", {}), settings.model)
     _fill_(model, _read_state(path / STATE, record, going), settings.model)
     description = describe(settings.model, inputs, settings.stem)
-    if moved := standalone.by_how_much(model, description, logits):
+    if moved := standalone.by_how_much(model, description, delivered["probe"]):
         also = ""
         for name in transient_buffers(model)[:1]:
             also = f", or keep {name} in a persistent buffer and train anew"

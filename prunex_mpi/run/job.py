@@ -1,19 +1,18 @@
 """One training job from its communicators to its last file, in the order in which things happen."""
 
-import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import PREEMPTED
-from prunex_mpi.base.files import EXPORTED, NEXT, SUMMARY, telling_disk_errors
-from prunex_mpi.base.imports import find_own_modules
+from prunex_mpi.base.files import EXPORTED, SUMMARY, telling_disk_errors
 from prunex_mpi.base.logs import log, set_up_logging
+from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     broadcast_text,
@@ -21,7 +20,7 @@ from prunex_mpi.comm.agreement import (
     run_collectively_while,
     run_on_first,
 )
-from prunex_mpi.comm.preemption import ReceivedSignal, find_deadline
+from prunex_mpi.comm.preemption import find_deadline
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.loading import load_dataset, share_contents
 from prunex_mpi.data.text import TextSet
@@ -85,9 +84,6 @@ def run(
         heartbeat.enter("data")
         known = read_contents(heartbeat)
         start.look_at_model(world, settings, known, heartbeat)
-        if settings.resume and not again:
-            wait = partial(stand_by, world, settings)
-            run_collectively_while(world, wait, heartbeat.go_on)
         dataset = load_dataset(topology, settings, heartbeat, place.device, known)
         wanted, restores = checkpoint.find_newest(world, settings)
         around = topology, wanted, dataset, place.device, transport, heartbeat
@@ -154,22 +150,6 @@ def run(
             # Nobody leaves while another may still need the job.
             run_collectively_while(world, wait, heartbeat.go_on)
             return code
-
-
-def stand_by(world: MPI.Comm, settings: Settings, going: Callable[[], None]) -> None:
-    """Be ready to go on with a run that another job holds yet, if it is to be so on this rank."""
-    path = Path(settings.run_dir)
-    if (path / NEXT).exists():
-        # The first step of torch's optimizers imports it, and the run the user's modules; that
-        # takes seconds.
-        find_own_modules()
-        own = settings.model, settings.dataset, settings.loss
-        for name in ("torch._dynamo", *(name.partition(":")[0] for name in own if ":" in name)):
-            # What can't be imported is told where it is used.
-            with suppress(Exception):
-                importlib.import_module(name)
-    if world.rank == 0:
-        directory.stand_by(path, going)
 
 
 @contextmanager

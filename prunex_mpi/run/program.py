@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.single_process import say_error
+from prunex_mpi.base.single_process import open_closed_streams, say_error
 from prunex_mpi.diagnosis.launcher import launcher_rank
 from prunex_mpi.diagnosis.library import REDUCTIONS
 from prunex_mpi.run.watchdog import Watchdog
@@ -42,6 +42,7 @@ def run_program(
     MPI starts only after parsing, so that --help needs none; a mistake in the flags is still
     reported through it, by one rank. A UserError must reach this point on every rank alike.
     """
+    open_closed_streams()
     # A class may have a name that the terminal does not know.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

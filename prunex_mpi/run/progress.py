@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.files import CHECKPOINT, METRICS, SUMMARY, TAKEN_OVER
+from prunex_mpi.base.files import CHECKPOINT, METRICS, SUMMARY, open_regular
 from prunex_mpi.run.directory import COMPLETE, read_summary
 
 
@@ -47,11 +47,6 @@ def has_left(run: Path, since: float) -> bool:
     return False
 
 
-def made_room(run: Path) -> bool:
-    """Return whether a job has left for the one that stands by."""
-    return summary(run).get("reason") == TAKEN_OVER
-
-
 def what_is_lost(run: Path, at: float) -> tuple[int, float]:
     """Return how many finished outer iterations are done again, and the seconds from the last
     checkpoint until the job ended: theirs, and those of the one that was under way.
@@ -69,7 +64,7 @@ def records(run: Path) -> list[tuple[int, float]]:
     # A job that was killed may leave half a line.
     with (
         suppress(OSError, ValueError, KeyError, TypeError),
-        open(run / METRICS, encoding="utf-8") as file,
+        open_regular(run / METRICS) as file,
     ):
         for line in file:
             record = json.loads(line)

@@ -1,20 +1,18 @@
-"""What all ranks did, brought together on rank 0: ranks.jsonl, and trace.json on one clock."""
+"""What all ranks did, brought together on rank 0: ranks.jsonl; and a trace of each rank."""
 
+import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from mpi4py import MPI
-
-from prunex_mpi.base.errors import Diverged
-from prunex_mpi.base.files import telling_disk_errors
+from prunex_mpi.base.logs import log
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
-from prunex_mpi.base.trace import HELPER, Trace, TraceFile, label
-from prunex_mpi.comm.agreement import gather_counts, gather_text, run_collectively, seconds_ahead
+from prunex_mpi.comm.agreement import broadcast_text, gather_counts, gather_text
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.directory import RunDirectory
@@ -24,7 +22,8 @@ PARTS = ("work", "exchange")
 RANKS_EACH = 64
 # Of seconds behind the point, of residuals all that count.
 DIGITS = 6
-NAME = "trace.json"
+# Outer iterations in a trace, which would else grow without end.
+TRACED = 3
 
 
 class RankRecords:
@@ -83,61 +82,41 @@ def rounded(seconds: np.ndarray) -> list[float]:
 
 @contextmanager
 def tracing(topology: Topology, files: RunDirectory | None, context: RunContext) -> Iterator[None]:
-    """Have both threads of each rank note what they do for the time of the block, with --trace.
+    """Have torch's profiler record the first outer iterations of a job, with --trace.
 
-    `files` is None on all ranks but world rank 0, and has the file of the trace meanwhile. Raises
-    UserError on every rank. Collective on `world`, at both ends: it ends the same on every rank, or
-    the job is ended anyway.
+    Each rank writes a file of its own: trace.json on world rank 0, where `files` is not None, and
+    trace-rank-N.json beside it on the others. Collective on `world`.
     """
     if not context.settings.trace:
         yield
         return
-    world, clock = topology.world, context.state.position.clock
+    rank, clock = topology.world.rank, context.state.position.clock
+    folder = broadcast_text(topology.world, str(files.path) if files is not None else "")
+    path = Path(folder) / (f"trace-rank-{rank:05d}.json" if rank else "trace.json")
 
-    def open_file() -> TraceFile | None:
-        return None if files is None else TraceFile(files.path / NAME, context.settings.resume)
+    def save(profiler: profile) -> None:
+        # Whatever lies in its place is replaced, and not opened.
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            partial.unlink(missing_ok=True)
+            profiler.export_chrome_trace(str(partial))
+            os.replace(partial, path)
+        except (OSError, RuntimeError) as error:
+            log.warning("%s can't be written: %s", path, error)
 
-    file = run_collectively(world, lambda: telling_disk_errors(NAME, open_file))
-    if files is not None:
-        files.trace = file
-    # What rank 0's clock says at the zero of the file.
-    zero = np.array([time.perf_counter() - (time.time() - file.zero) if file else 0.0])
-    world.Bcast(zero, root=0)
-    base = float(zero[0]) + seconds_ahead(world)
-    clock.trace = Trace(world.rank, base=base)
-    if context.behind is not None:
-        context.behind.clock.trace = Trace(world.rank, HELPER, base)
-    name = f"rank {world.rank}, node {topology.node_index} ({socket.gethostname()})"
-    _gather(world, file, label(world.rank, name))
-    ended = False
-    try:
-        yield
-        write_trace(world, files, context)
-        ended = True
-    except Diverged:
-        write_trace(world, files, context)
-        raise
-    finally:
-        clock.trace = None
-        if files is not None:
-            files.trace = None
-        if file is not None:
-            file.close(ended)
+    def record(step: int) -> ProfilerAction:
+        if step >= TRACED:
+            return ProfilerAction.NONE
+        last = step == TRACED - 1
+        return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
 
-
-def write_trace(world: MPI.Comm, files: RunDirectory | None, context: RunContext) -> None:
-    """Write what all ranks have noted, where they do. Collective on `world`."""
-    clock = context.state.position.clock
-    if clock.trace is None:
-        return
-    events = clock.trace.take()
-    # Of an exchange under way parts are there already: it is written as a whole, later.
-    if context.behind is not None and context.behind.at_rest:
-        events += context.behind.clock.trace.take()
-    _gather(world, None if files is None else files.trace, events)
-
-
-def _gather(world: MPI.Comm, file: TraceFile | None, events: list[str]) -> None:
-    texts = gather_text(world, "\n".join(events))
-    if file is not None:
-        file.append([event for text in texts for event in text.split("\n") if event])
+    activities = [ProfilerActivity.CPU]
+    if context.state.theta.is_cuda:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, schedule=record, on_trace_ready=save) as profiler:
+        profiler.add_metadata_json("rank", str(rank))
+        clock.profiler = profiler
+        try:
+            yield
+        finally:
+            clock.profiler = None

@@ -2,10 +2,11 @@
 
 The job itself ends when a host is lost: MPI or its launcher notices, or a rank's watchdog does.
 What is left for here: wait for it, look which hosts answer, and start it on those with --resume.
-When others answer again the next job is started on all beside the one that runs, which leaves with
-a checkpoint once that stands by. What a run has reached is read from its files.
+When others answer again the job is asked to leave with a checkpoint, and started on all. What a run
+has reached is read from its files.
 """
 
+import fcntl
 import json
 import os
 import shlex
@@ -19,20 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserError, quote
-from prunex_mpi.base.files import (
-    DIVERGED,
-    GO,
-    LEAVE,
-    METRICS,
-    NEXT,
-    NODES,
-    READY,
-    no_links,
-    read_text,
-    touch,
-    write_durably,
-)
-from prunex_mpi.base.signals import handling
+from prunex_mpi.base.files import DIVERGED, METRICS, NODES, no_links
+from prunex_mpi.base.signals import Asked
 from prunex_mpi.config.parser import Parser, check_range, last_value, program_parser
 from prunex_mpi.run.directory import is_held
 from prunex_mpi.run.hosts import (
@@ -47,7 +36,6 @@ from prunex_mpi.run.hosts import (
 from prunex_mpi.run.progress import (
     has_left,
     is_complete,
-    made_room,
     newest_checkpoint,
     records,
     size_of,
@@ -67,12 +55,8 @@ LOOK_S, PROBE_EVERY_S = 0.1, 5.0
 END_S, ABORT_S = 15.0, 6.0
 # Between SIGTERM and SIGKILL.
 KILL_S = 5.0
-# For a job to stand by: then the one before leaves without it, as where it has failed. And how long
-# before it is to go on it is started where its hosts are there.
-STAND_BY_S, AHEAD_S = 300.0, 30.0
 # For a host that answers, and with which the job has not trained.
 LEFT_OUT_S = 600.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 EPILOG = """In COMMAND, which ends with the flags of the training, {hosts} stands for the hosts that
 answer as mpirun's --host and mpiexec's -hosts take them (a:4,b:4), {names} for their names alone
 (a,b), {nodes} and {ranks} for their numbers."""
@@ -92,42 +76,20 @@ class Options:
 
 
 @dataclass
-class Asked:
-    """How often this process was asked to end."""
+class Job:
+    """A job on `hosts` since `began` (Unix time), and what is known of it.
 
-    times: int = 0
-
-
-@dataclass(frozen=True)
-class Following:
-    """A job that stands by to go on with the run on `hosts`."""
-
-    job: subprocess.Popen
-    hosts: Sequence[str]
-    since: float
-
-    def may_go_on(self, run: Path, due: float, between: bool) -> bool:
-        """Return whether, at the time `due` or later, it stands by, or is not waited for.
-
-        Without it little is lost only `between` two outer iterations of the job before.
-        """
-        now = time.monotonic()
-        over = has_ended(self.job) or now - self.since > STAND_BY_S
-        return now >= due and ((run / READY).exists() or (over and between))
-
-
-@dataclass(frozen=True)
-class End:
-    """How a job has ended, and when: its code, whether it `regrows`, that is has left for hosts
-    that are back, whether it has trained, what stands by, and the size of the run's records.
+    `trained` says that the run's records have grown beyond `size`, `regrows` that it leaves for
+    hosts that are back. `code` is its exit code.
     """
 
-    at: float
-    code: int
-    regrows: bool
-    trained: bool
-    following: Following | None
+    process: subprocess.Popen
+    hosts: Sequence[str]
+    began: float
     size: int
+    trained: bool = False
+    regrows: bool = False
+    code: int = 0
 
 
 @dataclass
@@ -207,89 +169,95 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def asked_to_end() -> Iterator[Asked]:
-    """Count the signals that ask for the end, for the time of the block."""
-    asked = Asked()
+def only_launcher(run: Path) -> Iterator[None]:
+    """Hold a run among launchers for the time of the block; raise UserError where one has it.
 
-    def count(*_: object) -> None:
-        asked.times += 1
+    The files by which a launcher knows its job are of one at a time.
+    """
+    with ExitStack() as exits:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            file = exits.enter_context(open(run / "launcher-lock", "ab", opener=no_links))
+        except OSError as error:
+            raise UserError(f"--run-dir {run}: {error.strerror}; choose another") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"another {NAME} keeps {run} going; end that first, or choose another --run-dir"
+            raise UserError(text) from None
+        except OSError:
+            say(f"there are no locks on the disk of {run}: start no second launcher on it")
+        yield
 
-    with handling(SIGNALS, count):
-        yield asked
 
-
-def keep_going(options: Options) -> int:
-    """Start the job as often as it takes; return the exit code of the last one."""
+def keep_going(options: Options, asked: Asked) -> int:
+    """Start the job as often as it takes, until `asked` to end; return the exit code."""
     run, failures = options.run, 0
     # Where a job has trained; and until when those are left out with which one has not.
     worked: Sequence[str] = ()
     left_out: dict[str, float] = {}
     change: Change | None = None
-    following: Following | None = None
     # No job outlives its launcher.
-    with asked_to_end() as asked, ExitStack() as exits:
+    with only_launcher(run), ExitStack() as exits:
         while True:
             if change is not None:
-                wait_until_free(run, asked, following)
-            if following is not None and not has_ended(following.job):
-                job, hosts, following = following.job, following.hosts, None
-                let_go(run)
-                what = "taking over"
-            else:
-                end_following(run, following)
-                now = time.monotonic()
-                sure = [name for name in options.hosts if left_out.get(name, now) <= now]
-                hosts = wait_for_hosts(options, asked, sure)
-                if asked.times or not hosts:
-                    return PREEMPTED
-                for path in (said_ended(run), run / NEXT, run / READY):
-                    path.unlink(missing_ok=True)
-                job, size = start(options, hosts, change is not None), size_of(run / METRICS)
-                exits.callback(end_job, job)
-                what = "starting"
-            say(f"{what} on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
+                wait_until_free(run, asked)
+            hosts = wait_for_hosts(options, asked, left_out)
+            if asked.times or not hosts:
+                return PREEMPTED
+            said_ended(run).unlink(missing_ok=True)
+            job = start(options, hosts, change is not None)
+            exits.callback(end_job, job.process)
+            say(f"starting on {len(hosts)} of {len(options.hosts)} hosts: {', '.join(hosts)}")
             before = newest_checkpoint(run)
-            end = attend(job, options, hosts, asked, exits, change, size, left_out)
-            code, following, size = end.code, end.following, end.size
-            if end.trained:
+            attend(job, options, asked, change, left_out)
+            if job.trained:
                 change = None
-            if code == 0 and is_complete(run):
+            if job.code == 0 and is_complete(run):
                 return 0
-            reason = why_no_more(code, run, asked, end.regrows)
+            reason = why_no_more(job, run, asked)
             if newest_checkpoint(run) > before:
                 failures = 0
-            elif not end.regrows:
+            elif not job.regrows:
                 failures += 1
             if not reason and failures >= options.tries:
                 reason = f"{failures} starts in a row brought no new checkpoint"
             if reason:
-                say(f"the job ended with code {code}, and is not started again: {reason}")
+                say(f"the job ended with code {job.code}, and is not started again: {reason}")
                 # What refuses a later job, the time or the hosts that are left, holds for this
-                # allocation alone.
-                late = worked and not end.trained and code == USAGE
-                return PREEMPTED if late else code or FAILURE
-            if end.trained:
+                # allocation alone; and one may be told to leave before it can be.
+                late = worked and not job.trained and job.code == USAGE
+                early = asked.times and job.code == 128 + signal.SIGUSR1
+                return PREEMPTED if late or early else job.code or FAILURE
+            if job.trained:
                 worked = hosts
             elif new := [name for name in hosts if worked and name not in worked]:
                 say(f"the job did not train with {', '.join(new)}: left out for {LEFT_OUT_S:.0f} s")
                 left_out |= dict.fromkeys(new, time.monotonic() + LEFT_OUT_S)
-            lost, seconds = what_is_lost(run, end.at)
+            at = time.time()
+            lost, seconds = what_is_lost(run, at)
             if change is None:
-                change = Change(hosts, code, newest_checkpoint(run)[0], lost, seconds, end.at)
-            say(f"the job ended with code {code}; {lost} outer iterations are done again")
+                change = Change(hosts, job.code, newest_checkpoint(run)[0], lost, seconds, at)
+            say(f"the job ended with code {job.code}; {lost} outer iterations are done again")
 
 
-def why_no_more(code: int, run: Path, asked: Asked, regrows: bool) -> str:
-    """Return why not to start the job again once it has ended with `code`, "" to do so."""
+def sure(hosts: Collection[str], left_out: Mapping[str, float]) -> list[str]:
+    """Return the `hosts` that are not `left_out` any more."""
+    now = time.monotonic()
+    return [name for name in hosts if left_out.get(name, now) <= now]
+
+
+def why_no_more(job: Job, run: Path, asked: Asked) -> str:
+    """Return why not to start a job again that has ended, "" to do so."""
     if asked.times:
         return "this was asked for"
-    if code in (USAGE, UNREADABLE):
+    if job.code in (USAGE, UNREADABLE):
         return "it would end so again"
     if (run / DIVERGED).exists():
         return "it diverged"
     # A loss may leave too few nodes; all else that has a job leave is meant for the whole.
     reason = str(summary(run).get("reason", ""))
-    if code == PREEMPTED and not regrows and "lost" not in reason:
+    if job.code == PREEMPTED and not job.regrows and "lost" not in reason:
         return f"it was told to leave ({reason})"
     return ""
 
@@ -299,7 +267,7 @@ def why_no_more(code: int, run: Path, asked: Asked, regrows: bool) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def start(options: Options, hosts: Sequence[str], resumes: bool) -> subprocess.Popen:
+def start(options: Options, hosts: Sequence[str], resumes: bool) -> Job:
     """Start the job on `hosts` in a process group of its own; one that `resumes` is told so."""
     ranks = [options.hosts[name] for name in hosts]
     values = {
@@ -313,40 +281,12 @@ def start(options: Options, hosts: Sequence[str], resumes: bool) -> subprocess.P
         words.append(RESUME)
     for name, value in values.items():
         words = [word.replace(name, value) for word in words]
+    size, began = size_of(options.run / METRICS), time.time()
     try:
-        return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
         raise UserError(f"{quote(words[0])} can't be started: {error.strerror}") from None
-
-
-def start_following(options: Options, hosts: Sequence[str]) -> Following:
-    """Start a job on `hosts` beside the one that holds the run, to stand by."""
-    for name in (NEXT, READY):
-        (options.run / name).unlink(missing_ok=True)
-    touch(options.run / NEXT)
-    return Following(start(options, hosts, resumes=True), hosts, time.monotonic())
-
-
-def end_following(run: Path, following: Following | None) -> None:
-    """End a job that stands by, if there is one."""
-    if following is not None and following.job.returncode is None:
-        end_job(following.job)
-        for name in (NEXT, READY):
-            (run / name).unlink(missing_ok=True)
-
-
-def let_go(run: Path) -> None:
-    """Let the job that stands by go on with the run, unless it has been told so already."""
-    with suppress(FileNotFoundError):
-        # It takes the file away, which a second word would bring back.
-        if read_text(run / NEXT) != GO:
-            write_durably(run / NEXT, GO)
-
-
-def stay_in_touch(run: Path) -> None:
-    """Tell a job that stands by that the launcher is there; a file that is gone stays so."""
-    with suppress(OSError):
-        os.utime(run / NEXT)
+    return Job(process, hosts, began, size)
 
 
 def has_ended(job: subprocess.Popen) -> bool:
@@ -362,100 +302,70 @@ def said_ended(run: Path) -> Path:
 
 
 def attend(
-    job: subprocess.Popen,
+    job: Job,
     options: Options,
-    hosts: Sequence[str],
     asked: Asked,
-    exits: ExitStack,
     change: Change | None,
-    size: int,
     left_out: Mapping[str, float],
-) -> End:
-    """Wait for the end of a job on `hosts` and return it; `exits` end what it starts beside it.
+) -> None:
+    """Wait for the end of a job; have it leave once hosts are back that are not `left_out`.
 
-    Once the job has trained, by records of the run beyond `size`, the `change` before it is noted.
-    Those that are `left_out` are not asked whether they answer before their time.
+    Once it has trained, the `change` before it is noted.
     """
-    run, told, regrows, trained, began = options.run, 0, False, False, time.time()
-    following: Following | None = None
-    left_at = 0.0
-    missing = [name for name in options.hosts if name not in hosts]
-    abort_s = ABORT_S + READING_S * sum(options.hosts[name] for name in hosts)
+    run, process, told = options.run, job.process, 0
+    missing = [name for name in options.hosts if name not in job.hosts]
+    abort_s = ABORT_S + READING_S * sum(options.hosts[name] for name in job.hosts)
     probes: dict[str, subprocess.Popen] = {}
     back: list[str] = []
     ended_at, probed_at = 0.0, time.monotonic()
-    lost_at, due, told_bytes = 0.0, 0.0, size_of(run / NODES)
+    lost_at, told_bytes = 0.0, size_of(run / NODES)
     while True:
         time.sleep(LOOK_S)
-        over = has_ended(job)
-        if following is not None:
-            stay_in_touch(run)
-        now, before, found = time.monotonic(), size, size_of(run / METRICS)
-        taken = following is not None and not (run / NEXT).exists()
-        # What the files tell from then on is of the job that stood by.
-        size = before if taken else found
-        if size > before:
-            if change is not None and not trained:
-                note(options, hosts, change)
+        over = has_ended(process)
+        now, before, job.size = time.monotonic(), job.size, size_of(run / METRICS)
+        if job.size > before and not job.trained:
+            if change is not None:
+                note(options, job.hosts, change)
                 told_bytes = size_of(run / NODES)
-            trained = True
+            job.trained = True
         if over:
             break
         if not lost_at and size_of(run / NODES) > told_bytes:
             # The job has lost a node and goes on without it.
             lost_at = now
-        if lost_at and not back and now - lost_at > options.regrow_after - AHEAD_S:
-            back, due = ["a lost node"], lost_at + options.regrow_after
+        if lost_at and not back and now - lost_at > options.regrow_after:
+            back = ["a lost node"]
         if asked.times > told:
             # Open MPI's mpirun would end its ranks at a SIGTERM.
-            job.send_signal(signal.SIGUSR1) if not told else end_group(job)
-            end_following(run, following)
-            following, told = None, asked.times
-        elif back and following is None and trained and not (regrows or told):
-            say(f"{', '.join(back)} can be had again: starting the next job beside this one")
-            all_there = [name for name in options.hosts if name in hosts or name in back]
-            following = start_following(options, all_there)
-            exits.callback(end_following, run, following)
-        elif following and not regrows and following.may_go_on(run, due, size > before):
-            say("the job leaves with a checkpoint")
-            if (run / READY).exists():
-                # At the end of its outer iteration: then no step is taken again.
-                write_durably(run / NEXT, LEAVE)
-            else:
-                end_following(run, following)
-                following = None
-                job.send_signal(signal.SIGUSR1)
-            regrows = True
-        elif regrows and not left_at and has_left(run, began):
-            left_at = time.time()
-            if made_room(run):
-                let_go(run)
+            end_group(process) if told else os.kill(process.pid, signal.SIGUSR1)
+            told = asked.times
+        elif back and job.trained and not (job.regrows or told):
+            say(f"{', '.join(back)} can be had again: the job leaves with a checkpoint")
+            os.kill(process.pid, signal.SIGUSR1)
+            job.regrows = True
         elif missing and not back and not probes and now - probed_at > PROBE_EVERY_S:
-            sure = [name for name in missing if left_out.get(name, now) <= now]
-            probes, probed_at = start_probes(options.probe, sure), now
+            probes, probed_at = start_probes(options.probe, sure(missing, left_out)), now
         elif probes and probes_are_over(probes, probed_at):
             back, probes, probed_at = close_probes(probes), {}, now
         aborted = said_ended(run).exists()
-        ended = taken or aborted or is_complete(run, began)
-        ended_at = (ended_at or now) if ended else 0.0
+        ended_at = (ended_at or now) if aborted or is_complete(run, job.began) else 0.0
         if ended_at and now - ended_at > (abort_s if aborted else END_S):
             say("the ranks have ended the job; its launcher is ended too")
-            end_group(job)
+            end_group(process)
     close_probes(probes)
     # Before its number is free for others.
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(job.pid, signal.SIGKILL)
-    code = job.wait()
-    if not taken and is_complete(run, began):
+        os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait()
+    left = summary(run) if has_left(run, job.began) else {}
+    if is_complete(run, job.began):
         # What ranks and launcher do after that is nothing to the run: MPI may fail to end.
         code = 0
-    elif not taken and has_left(run, began) and summary(run).get("status") == "preempted":
+    elif left.get("status") == "preempted":
         code = PREEMPTED
-    code = code if code >= 0 else 128 - code
-    at = left_at or time.time()
-    # Who stands by is not to go on with a run that was told to leave at the same time.
-    regrows = regrows and code == PREEMPTED and (following is None or taken or made_room(run))
-    return End(at, code, regrows, trained, following, size)
+    job.code = code if code >= 0 else 128 - code
+    # Who was told to leave by others at the same time is not started again.
+    job.regrows = job.regrows and left.get("reason") == signal.SIGUSR1.name
 
 
 def note(options: Options, hosts: Sequence[str], change: Change) -> None:
@@ -500,20 +410,14 @@ def end_group(job: subprocess.Popen) -> None:
         os.killpg(job.pid, signal.SIGKILL)
 
 
-def wait_until_free(run: Path, asked: Asked, following: Following | None) -> None:
+def wait_until_free(run: Path, asked: Asked) -> None:
     """Have ranks of the last job that outlive their launcher end, as the watchdog of a rank whose
-    record is gone does; wait until none holds the run, unless a job stands by that waits itself.
+    record is gone does; wait until none holds the run.
     """
-    stands = following is not None and not has_ended(following.job)
-    if stands and not (run / NEXT).exists():
-        # It has the run already, and records of its own.
-        return
     for record in (run / "heartbeats").glob("rank-*"):
         record.unlink(missing_ok=True)
-    if stands:
-        said_ended(run).unlink(missing_ok=True)
     told = False
-    while not stands and is_held(run) and not asked.times:
+    while is_held(run) and not asked.times:
         if not told:
             say(f"{run} is still held by a rank of the last job: waiting until it has ended")
         told = True
@@ -525,10 +429,10 @@ def wait_until_free(run: Path, asked: Asked, following: Following | None) -> Non
 # --------------------------------------------------------------------------------------------------
 
 
-def wait_for_hosts(options: Options, asked: Asked, sure: Collection[str]) -> list[str]:
+def wait_for_hosts(options: Options, asked: Asked, left_out: Mapping[str, float]) -> list[str]:
     """Return the hosts that answer, as soon as there are enough of them; none at the end.
 
-    Those that are not `sure` are taken only where it needs them.
+    Those that are `left_out` are taken only where it needs them.
     """
     told = False
     while not asked.times:
@@ -538,7 +442,7 @@ def wait_for_hosts(options: Options, asked: Asked, sure: Collection[str]) -> lis
             time.sleep(LOOK_S)
         found = close_probes(probes)
         there = [name for name in options.hosts if name in found or is_here(name)]
-        for some in ([name for name in there if name in sure], there):
+        for some in (sure(there, left_out), there):
             if len(some) >= options.min_hosts:
                 return some
         lost = lost_to_slurm(os.environ)

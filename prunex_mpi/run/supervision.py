@@ -11,12 +11,13 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged, UserError
-from prunex_mpi.base.files import METRICS, TAKEN_OVER, telling_disk_errors
+from prunex_mpi.base.files import METRICS, telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
+from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.async_exchange import check_thread_support, exchanging_behind
-from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
+from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import check_errors, check_finite
 from prunex_mpi.core.schedule import local_steps, rounds_left, total_steps
@@ -28,7 +29,7 @@ from prunex_mpi.run.directory import RunDirectory, Tensorboard
 from prunex_mpi.run.kept import Kept, keep
 from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.pretrained import evaluate_initial
-from prunex_mpi.run.records import RankRecords, tracing, write_trace
+from prunex_mpi.run.records import RankRecords, tracing
 from prunex_mpi.settings.fields import Settings
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.
@@ -175,11 +176,7 @@ def iterate(
                 continue
             if kept:
                 keep(topology, files, context, kept)
-            leaves, saves = decide(topology.world, files, checkpoints.due(record["iteration"]))
-            if leaves and context.stop is not None:
-                context.stop.reason = TAKEN_OVER
-                break
-            if saves:
+            if is_due(topology.world, checkpoints, record["iteration"]):
                 write_checkpoint(topology, files, context, checkpoints)
     if context.stop is not None and context.stop.reason:
         # The run could not go on from there.
@@ -189,13 +186,11 @@ def iterate(
     return status
 
 
-def decide(world: MPI.Comm, files: RunDirectory | None, due: bool) -> tuple[bool, bool]:
-    """Return whether another job goes on with the run from here, and whether rank 0 finds a
-    checkpoint `due`. Collective on `world`.
-    """
-    flags = np.array([files is not None and files.is_to_be_left(), due], dtype=np.uint8)
-    world.Bcast(flags, root=0)
-    return bool(flags[0]), bool(flags[1])
+def is_due(world: MPI.Comm, checkpoints: Checkpoints, iteration: int) -> bool:
+    """Return whether rank 0 finds a checkpoint due. Collective on `world`."""
+    due = np.array([checkpoints.due(iteration)], dtype=np.uint8)
+    world.Bcast(due, root=0)
+    return bool(due[0])
 
 
 def recorded(
@@ -219,7 +214,8 @@ def recorded(
             files.append("ranks.jsonl", [row] if row else [])
             if files.tensorboard is not None:
                 files.tensorboard.add(record)
-        write_trace(topology.world, files, context)
+        if context.state.position.clock.profiler is not None:
+            context.state.position.clock.profiler.step()
         progress.update(record, context.state.position.steps_done, local_steps(context))
         yield {**record, "exchange": rank["exchange"]}, status
 
@@ -256,13 +252,12 @@ def write_checkpoint(
     Collective on `world`.
     """
     context.heartbeat.enter("checkpoint")
-    began, started = time.perf_counter(), time.monotonic()
+    started = time.monotonic()
     if context.behind is not None:
         # What has arrived is written with the rest, and waits for its step in both runs.
         context.behind.finish()
     check_finite(topology, context)
     checkpoint.save(topology, files, context)
     checkpoints.note(time.monotonic() - started)
-    context.state.position.clock.note("phase", "checkpoint", began)
     if context.stop is not None:
         context.stop.reserve_s = RESERVE * checkpoints.last_s

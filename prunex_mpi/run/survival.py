@@ -21,9 +21,9 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.base.single_process import say_error
 from prunex_mpi.comm.agreement import gather_counts, run_collectively
-from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.run import job
 from prunex_mpi.run.kept import Kept, LostNodes, born, take_work_out
 from prunex_mpi.run.watchdog import Watchdog

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.files import open_regular
 from prunex_mpi.base.heartbeat import HELPER, PHASES, Heartbeat
 
 PACKAGE = Path(__file__).parents[1]
@@ -281,7 +282,7 @@ def find_hung_rank(records: list[Record], alive_since: float) -> Record:
 def read_heartbeat(folder: Path, rank: int) -> Record | None:
     """Return what `rank` published, None when there is nothing that can be read."""
     try:
-        with open(_path(folder, rank), "rb") as file:
+        with open_regular(_path(folder, rank)) as file:
             return Record(**json.loads(file.read(RECORD_BYTES)))
     except (OSError, ValueError, TypeError):
         return None

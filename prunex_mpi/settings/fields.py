@@ -26,7 +26,6 @@ PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
 # Below it no penalty is halved: repeated halving would end at zero.
 RHO_MIN = 1e-6
 # Of which --dry-run estimates what exchanges take.
-NODES = (2, 8, 64, 4096)
 NOT_A_SETTING = {"section": ""}
 
 
@@ -458,39 +457,11 @@ class Settings:
     )
     evaluate_every: int = _setting("outer iterations between evaluations", low=1)
     tensorboard: bool = _setting("also write the metrics for TensorBoard", False)
-    trace: bool = _setting("write trace.json, a timeline of all ranks for Perfetto", False)
+    trace: bool = _setting("write trace.json, and one per other rank, by torch's profiler", False)
     dry_run: bool = _setting("print settings and message sizes, then exit without training", False)
 
     del _setting
     options: Any = dataclasses.field(default=None, metadata=NOT_A_SETTING)
-    estimate: "Estimate | None" = dataclasses.field(default=None, metadata=NOT_A_SETTING)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """Carry what `--dry-run` estimates the seconds of exchanges from."""
-
-    _setting = partial(setting, "dry-run")
-    link_gbit: float = _setting(
-        "estimate exchange times for links of this many Gbit/s, 0 for off",
-        0.0,
-        low=0,
-        of="averages",
-    )
-    latency_us: float = _setting("latency per message in us", 50.0, low=0, of="averages")
-    copy_gbs: float = _setting(
-        "memory bandwidth of copies in GB/s, 0 for a default by device", 0.0, low=0, of="averages"
-    )
-    nodes: tuple[int, ...] = _setting(
-        "numbers of nodes to estimate for", NODES, low=1, of="averages"
-    )
-    step_ms: float = _setting(
-        "duration of a local step in ms, to estimate the communication share",
-        0.0,
-        low=0,
-        of="averages",
-    )
-    del _setting
 
 
 # What means something to image files alone, and the data sets that are such files.

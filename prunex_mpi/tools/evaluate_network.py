@@ -1,6 +1,5 @@
 """Test a run's or an exported network on images that the ranks share."""
 
-import json
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
-from prunex_mpi.base.files import TOKENIZER, prepare_file, read_text, write_json
+from prunex_mpi.base.files import TOKENIZER, prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.imports import check_named
 from prunex_mpi.base.logs import set_up_logging
+from prunex_mpi.base.schema import check_network, read_json
 from prunex_mpi.base.tables import Table, format_lines, format_table
 from prunex_mpi.comm.agreement import (
     raise_together,
@@ -167,7 +167,8 @@ def read_network(path: Path, given: Collection[str] = ()) -> Network:
 
 def _read_exported(path: Path, given: Collection[str]) -> Network:
     try:
-        plan = json.loads(read_text(path / standalone.PLAN))
+        plan = read_json(path / standalone.PLAN)
+        check_network(plan, plan["model"], plan["normalisation"])
         name = str(plan["model"]["name"])
         check_named("model", name, given, f"{path}/{standalone.PLAN}", path)
         model = standalone.load(path)

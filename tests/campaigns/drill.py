@@ -44,7 +44,7 @@ QUEUED = {"requeue-ranks": "in-place", "requeue-hosts": "relaunch"}
 WAYS = ("calm", *FAULTS, *QUEUED)
 PER_HOUR = {"in-place": 125.0, "relaunch": 12.0}
 # What the launcher says when a job takes over on all hosts.
-TAKEN = f"elastic: taking over on {NODES} of {NODES}"
+TAKEN = f"elastic: starting on {NODES} of {NODES}"
 DETECTOR = {"": "1", "_thread": "1", "_period": "0.25", "_timeout": "1"}
 TRAIN = (
     "--model drill:slow --dataset drill:digits --data-dir . --data-mode stream --batch-size 16 "
@@ -310,7 +310,7 @@ def judge(outcome: Outcome, code: int, folder: Path, iterations: int, steps: int
     changes = run / "nodes.jsonl"
     lines = changes.read_text().splitlines() if changes.exists() else []
     outcome.joins = sum(bool(json.loads(line).get("joined")) for line in lines)
-    starts = re.findall("elastic: (starting|taking over) on", (folder / "log").read_text())
+    starts = re.findall("elastic: starting on", (folder / "log").read_text())
     outcome.starts = len(starts)
 
 

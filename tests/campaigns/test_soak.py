@@ -16,8 +16,9 @@ from nodes import WORLD, nodes_of
 from mpi4py import MPI
 
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.collectives import build_transport
-from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
+from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.loading import load_dataset

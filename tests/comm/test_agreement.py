@@ -14,7 +14,6 @@ from prunex_mpi.comm.agreement import (
     count_same,
     run_collectively_while,
     run_on_first,
-    seconds_ahead,
 )
 
 pytestmark = pytest.mark.mpi
@@ -131,15 +130,3 @@ def test_every_rank_gets_what_one_has_as_json_has_it():
 def test_who_says_the_same_is_counted():
     assert count_same(WORLD, "all") == WORLD.size
     assert count_same(WORLD, f"{WORLD.rank == 0}") == (WORLD.size - 1 if WORLD.rank else 1)
-
-
-def test_clocks_of_one_machine_are_one():
-    assert seconds_ahead(WORLD) == 0.0
-
-
-@pytest.mark.parametrize("apart", [-5e3, 0.5, 1e6])
-def test_clocks_that_began_at_other_times_are_told_apart(apart, monkeypatch):
-    real = time.perf_counter
-    monkeypatch.setattr(time, "perf_counter", lambda: real() + apart * WORLD.rank)
-    # Half of the shortest of several round trips, on a machine that has other things to do.
-    assert seconds_ahead(WORLD) == pytest.approx(apart * WORLD.rank, rel=1e-9, abs=0.02)

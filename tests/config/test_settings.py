@@ -13,7 +13,6 @@ from prunex_mpi.base.files import FORMAT, tomllib
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import (
     BY_NAME,
-    ESTIMATED,
     FIELDS,
     OWNER,
     concerns,
@@ -496,7 +495,7 @@ def test_a_run_outlives_the_defaults_of_other_methods(tmp_path, method, preset):
 OF_SOME = [name for name in FIELDS if not all(concerns(name, method) for method in METHODS)]
 
 
-@pytest.mark.parametrize("name", [name for name in OF_SOME if name not in ESTIMATED])
+@pytest.mark.parametrize("name", OF_SOME)
 def test_a_setting_of_other_methods_is_refused_by_name(name):
     """Unless a setting that methods share is given as what it is anyway."""
     field = FIELDS[name]
@@ -636,7 +635,6 @@ BAD_FLAGS = [
     ("--method diloco --optimizer adam", "did you mean 'adamw'"),
     ("--method prunex --inner-momentum reset", "(it is for local-sgd, diloco, qsr, sparseloco"),
     ("--method qsr --overlap-steps 1", "every outer iteration evaluates z and waits"),
-    ("--method sparseloco --dry-run --link-gbit 1", "link-gbit means nothing to method"),
     ("--method one-shot --one-shot-prune-iteration 0", "from 1 to the 64"),
     ("--epochs 3 --outer-iterations 5", "epochs and outer-iterations are both given"),
     ("--epochs 3 --local-steps 5", "epochs: how many local-steps"),
@@ -666,12 +664,6 @@ BAD_FLAGS = [
     ("--penalty balance --rho2 1e-7", "rho2 1e-07 must be from 1e-06 to rho-max"),
     ("--residuals evaluate --penalty balance", "residuals evaluate: penalty balance looks at"),
     ("--residuals off --eps-rel 1e-3", "residuals off: eps-abs and eps-rel would never be"),
-    ("--link-gbit 1", "link-gbit means something with --dry-run alone"),
-    ("--nodes 2 4", "nodes means something with --dry-run alone"),
-    ("--dry-run --latency-us 5", "latency-us means nothing without --link-gbit"),
-    ("--dry-run --link-gbit 1 --step-ms 5", "give --local-steps as a number"),
-    ("--dry-run --link-gbit 1 --step-ms 5 --local-steps auto", "give --local-steps as a number"),
-    ("--dry-run --link-gbit 1 --method dense", "link-gbit means nothing to method dense"),
     ("--method dense --preset thin --local-epochs 0", "local-steps auto needs local-epochs"),
     ("--config", "--config"),
     ("--config a.toml --config b.toml", "--config"),
@@ -733,7 +725,6 @@ BAD_FILES = [
     ("[dgc]\nrato = 1", "unknown key 'rato' in [dgc]"),
     ("[dgc]\nratio = 2", "dgc.ratio in"),
     ("dgc-ratio = 0.1", "unknown key 'dgc-ratio'"),
-    ("link-gbit = 1", "unknown key 'link-gbit'"),
     ("lr = 0.1.2", "line 1"),
     ("lr = 0.1\nlr = 0.2", "not a TOML file"),
     ("lr = '0.1'", "lr in"),

@@ -538,7 +538,7 @@ def test_one_process_is_what_it_is():
     the_only(check_launcher(1, shell, terminal=True), "ok")
     shell["SLURM_STEP_ID"] = "4294967290"
     the_only(check_launcher(1, shell), "note", "without a launcher")
-    the_only(check_launcher(1, {"SLURM_NTASKS": "4"}), "note")
+    the_only(check_launcher(1, {"SLURM_NTASKS": "4"}), "warning", "4 tasks", "one process")
     the_only(check_launcher(1, {"PMI_SIZE": "many"}), "note")
 
 

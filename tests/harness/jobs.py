@@ -15,7 +15,7 @@ from nodes import WORLD
 from torch import nn
 
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.preemption import ReceivedSignal
+from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.job import run
 from prunex_mpi.run.program import watched

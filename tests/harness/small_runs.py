@@ -9,9 +9,10 @@ import torch
 from nodes import WORLD
 
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import Transport, build_transport
-from prunex_mpi.comm.preemption import ReceivedSignal, stop_agreement
+from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loading import load_dataset

@@ -24,6 +24,8 @@ MODEL = {"name": "resnet8", "num_classes": 10, "image_size": 32, "stem": ""}
 
 def write_plan(folder: Path, **changes: object) -> Path:
     plan = {"format": FORMAT, "model": MODEL, "layers": LAYERS, **changes}
+    colours = [] if "vocab_size" in plan["model"] else [0.5, 0.5, 0.5]
+    plan["normalisation"] = {"mean": colours, "std": colours}
     (folder / "plan.json").write_text(json.dumps(plan))
     return folder
 

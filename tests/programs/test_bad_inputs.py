@@ -925,7 +925,7 @@ def numbers_case(name: str, change: Callable[[dict[str, Any]], Any]) -> Case:
 
 
 TENSORS = (
-    *("theta", "u", "v", "z", "z_node", "momentum", "mask", "rho1"),
+    *("theta", "u", "v", "z", "z_node", "momentum_buffer", "mask", "rho1"),
     *("order", "generator.data", "generator.torch"),
 )
 CONTENTS = [
@@ -1084,7 +1084,7 @@ def test_bad_checkpoints_of_two_ranks(interrupted, case):
     assert_refused(resume(interrupted), case.code, "no checkpoint can be used", *case.words)
 
 
-@pytest.mark.parametrize("copies", [[], ["theta", "u", "momentum"]])
+@pytest.mark.parametrize("copies", [[], ["theta", "u", "momentum_buffer"]])
 def test_a_whole_checkpoint_of_two_ranks_is_taken(interrupted, copies):
     in_both(as_of_two_ranks)(interrupted)
     in_both(lambda folder: as_copies(folder, copies))(interrupted)

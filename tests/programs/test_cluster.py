@@ -368,9 +368,8 @@ def test_an_allocation_takes_a_node_in_again_whose_link_was_cut(hosts, slurm, tm
     wait_for(lambda: summary(run).get("status") == "completed", log=job.log)
     left, joined = map(json.loads, changes.read_text().splitlines())
     assert left["left"] == [lost.name] and left["ranks"] == 2
-    # Its job stood by beside the one that ran.
     assert joined["joined"] == [lost.name] and joined["ranks"] == 4
-    assert joined["lost_iterations"] == 0 and "standing by" in job.log()
+    assert joined["lost_iterations"] == 0
     assert [record["iteration"] for record in repeatable_metrics(run)] == list(range(1, 61))
 
 

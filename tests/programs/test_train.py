@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -265,6 +266,36 @@ def test_digits_train_above_95_percent(tmp_path):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["test_accuracy"] > 0.95
     assert summary["density"] == 0.5
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_torch_and_mpi_are_there_leaves_a_checkpoint(tmp_path, number):
+    command = [sys.executable, "-X", "importtime", "-m", "prunex_mpi.train", *SMALL]
+    command += ["--model", "resnet8-w4", "--run-dir", "run", "--outer-iterations", "500"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    job = subprocess.Popen(command, cwd=tmp_path, env=environment(), **pipes)
+    for line in job.stderr:
+        if "prunex_mpi.base.signals" in line:
+            break
+    time.sleep(0.01)
+    job.send_signal(number)
+    text = job.communicate(timeout=120)[1]
+    assert job.returncode == 75, text
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "preempted"
+    assert list((tmp_path / "run/checkpoints").iterdir())
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("closed", ["2>&-", "0<&- >&- 2>&-"])
+def test_closed_streams_do_not_end_a_run(tmp_path, closed):
+    words = [sys.executable, "-m", "prunex_mpi.train", *SMALL, "--model", "resnet8-w4"]
+    command = f"{shlex.join([*words, '--run-dir', 'run'])} {closed}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment(), timeout=120, check=False
+    )
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
 
 
 @pytest.mark.any_mpi

@@ -14,17 +14,16 @@ from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.topology import Topology, build_topology, free_topology, nodes_of
-from prunex_mpi.config import cli
 from prunex_mpi.config.resolve import make
 from prunex_mpi.research.bench import overhead
 from prunex_mpi.research.bench.bench_options import choose_sections, parse
 from prunex_mpi.research.bench.beside_torch import compare_with_ddp
-from prunex_mpi.research.bench.communication import collectives, cost_model, fit
+from prunex_mpi.research.bench.communication import collectives
 from prunex_mpi.research.bench.kernels import block_codes, kernels
 from prunex_mpi.research.bench.sections import run_sections
 from prunex_mpi.research.bench.text_loop import compare_with_loop
 from prunex_mpi.research.bench.workbench import Bench
-from prunex_mpi.settings.fields import PAYLOADS, Settings
+from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.timing import Action, wall_times
 
 pytestmark = pytest.mark.two_ranks
@@ -140,40 +139,6 @@ def test_dense_and_ddp_take_the_same_steps():
     assert named["|difference|"] < 1e-12
 
 
-@pytest.mark.any_mpi
-@pytest.mark.mpi(min_size=2)
-def test_the_cost_model_is_calibrated_and_tried(monkeypatch):
-    module = "prunex_mpi.research.bench.communication"
-    monkeypatch.setattr(f"{module}.VECTORS", (2**17, 2**18))
-    monkeypatch.setattr(f"{module}.MESSAGES", (2**12, 2**20))
-    with nodes_of(MPI.COMM_WORLD, 1) as topology:
-        constants, predictions = cost_model(bench_on(topology))
-    assert_sane(constants)
-    assert_sane(predictions)
-    assert list(column(predictions, "payload")) == list(PAYLOADS)
-    steps = set(zip(column(constants, "payload"), column(constants, "step"), strict=True))
-    found = {step for payload, step in steps if payload == "int4"}
-    # The three small models may not tell bytes from pieces.
-    assert {"encode", "add", "decode"} <= found <= {"pack", "unpack", "encode", "add", "decode"}
-    assert not {("fp32", "encode"), ("fp32", "decode")} & steps
-    for row in predictions.rows:
-        named = dict(zip(predictions.columns, row, strict=True))
-        assert named["ratio"] == pytest.approx(named["predicted ms"] / named["measured ms"])
-        assert named["ratio"] > 0
-    flags = constants.notes[0].removeprefix("for train --dry-run: ").split()
-    asked = cli.parse(["--dry-run", *flags]).estimate
-    assert asked.link_gbit > 0 and asked.copy_gbs > 0
-    titles = MPI.COMM_WORLD.allgather([constants.notes, predictions.rows])
-    assert all(other == titles[0] for other in titles)
-
-
-def test_factors_are_fitted_and_never_below_zero():
-    columns = [(1.0, 2.0), (1.0, 5.0), (2.0, 1.0)]
-    assert fit(columns, [3 * a + 4 * b for a, b in columns]) == pytest.approx([3.0, 4.0])
-    # What would be negative is left out, and the others are fitted again.
-    assert fit([(1.0, 1.0), (1.0, 2.0)], [3.0, 2.0]) == pytest.approx([30 / 13, 0.0])
-
-
 @pytest.mark.parametrize(
     ("flags", "culprits"),
     [
@@ -208,7 +173,6 @@ def test_what_cannot_be_measured_is_refused(flags, culprit):
 @pytest.mark.parametrize(
     ("flags", "culprit"),
     [
-        ("all model --ranks-per-node RANKS", "--ranks-per-node 1"),
         ("collectives ddp --models resnet21", "resnet21"),
         ("ddp --amp fp16 --models resnet8", "amp off or bf16"),
     ],
@@ -216,8 +180,7 @@ def test_what_cannot_be_measured_is_refused(flags, culprit):
 def test_every_rank_refuses_what_cannot_be_measured_before_anything_is(monkeypatch, flags, culprit):
     monkeypatch.setattr("prunex_mpi.research.bench.sections.measure", pytest.fail)
     threads = torch.get_num_threads()
-    words = flags.replace("RANKS", str(MPI.COMM_WORLD.size)).split()
-    options = parse([*words, "--model=resnet8", f"--threads={threads}"])
+    options = parse([*flags.split(), "--model=resnet8", f"--threads={threads}"])
     with pytest.raises(UserError, match=culprit):
         run_sections(MPI.COMM_WORLD, options, Heartbeat())
 
@@ -239,16 +202,13 @@ def test_sections_fit_the_number_of_ranks():
     assert choose_sections((), 1) == ("kernels", "overhead")
     assert choose_sections(("text",), 1) == ("text",)
     assert choose_sections((), 4) == ("collectives",)
-    assert choose_sections(("model",), 2) == ("model",)
     assert choose_sections(("all",), 4) == choose_sections((), 4)
     assert choose_sections(("all", "ddp"), 4) == ("collectives", "ddp")
     assert choose_sections(("ddp",), 1) == ("ddp",)
-    with pytest.raises(UserError, match="model needs 2 or more ranks"):
-        choose_sections(("all", "model"), 1)
     for section, ranks, says in (
         ("kernels", 2, "kernels is measured on one rank, not 2"),
         ("overhead", 2, "overhead is measured on one rank, not 2"),
-        ("model", 1, "model needs 2 or more ranks"),
+        ("collectives", 1, "collectives needs 2 or more ranks"),
     ):
         with pytest.raises(UserError, match=says):
             choose_sections((section,), ranks)

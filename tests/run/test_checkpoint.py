@@ -26,9 +26,10 @@ from prunex_mpi.base import files as base_files
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import FileRecord
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
-from prunex_mpi.comm.preemption import ReceivedSignal, StopAgreement, stop_agreement
+from prunex_mpi.comm.preemption import StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema

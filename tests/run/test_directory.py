@@ -95,6 +95,23 @@ def test_summary_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     assert not os.path.exists(summary)
 
 
+@pytest.mark.parametrize("name", ["lock", "nodes.jsonl"])
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_file_in_the_folder_of_a_run_is_refused(tmp_path, name, kind):
+    """Opening a FIFO would wait for ever."""
+    path = tmp_path / name
+    os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
+    assert not directory.is_held(tmp_path)
+    with pytest.raises((OSError, UserError), match=r"not a regular file|symbolic links"):
+        RunDirectory(tmp_path, "").append(name, [{}])
+
+
+def test_a_folder_in_place_of_a_file_is_told(tmp_path):
+    (tmp_path / "diverged.json").mkdir()
+    with pytest.raises(UserError, match=r"diverged.json is in the way: .*; move it away"):
+        RunDirectory(tmp_path, "").rewind({})
+
+
 def test_who_waits_for_a_removal_goes_on_as_files_go_and_not_while_it_stands_still(
     tmp_path, monkeypatch
 ):

@@ -100,18 +100,6 @@ def test_data_sets_of_ones_own_are_looked_at(monkeypatch):
         assert f"{4 * 75_290:,} B" in dry_run(settings, topology)
 
 
-def test_an_estimate_follows_where_a_link_is_given():
-    flags = {"model": "resnet8", "dry_run": True}
-    with nodes_of(1) as topology:
-        without = dry_run(make(**flags), topology)
-        text = dry_run(make(link_gbit=0.1, nodes=(3,), **flags), topology)
-    rows, _, told = without.partition("\n\nSettings beside")
-    assert text.startswith(f"{rows}\n\nExchange at the keep ratio: 0.1 Gbit/s")
-    assert text.endswith(told)
-    payload = DENSE - 4 * 36_864
-    assert re.search(rf"fp32 +3 +{4 * payload // 3:,} ", text)
-
-
 SHORT = {"model": "resnet8-w4", "dataset": "synthetic", "image_size": 8, "train_samples": 16}
 SHORT |= {"test_samples": 8, "batch_size": 2, "local_steps": 1, "outer_iterations": 3}
 SHORT |= {"evaluate_every": 3, "device": "cpu"}
@@ -154,6 +142,36 @@ def test_bytes_are_those_that_a_run_counts(changes):
         assert final.startswith(f"{payloads[-1]:,} B")
         assert f"{100 * payloads[-1] / dense:.1f} % of dense" in final
         assert payloads[0] > payloads[1] > payloads[2]
+
+
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("payload", ["fp32", "int4"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "local-sgd"},
+        {"groups": ("coupled",), "warmup_iterations": 0, "keep_ramp_iterations": 1}
+        | {"freeze_iteration": 2, "outer_iterations": 5, "residuals": "off"},
+        {"method": "one-shot", "one_shot_prune_iteration": 2},
+    ],
+    ids=("local-sgd", "prunex", "one-shot"),
+)
+def test_bytes_of_fragments_are_those_that_a_run_counts(payload, changes):
+    """In fewer bits each fragment has whole blocks of its own."""
+    lasts = {"outer_iterations": 4, "local_steps": 3, "fragments": 3}
+    settings = make(**{**SHORT, **lasts, "payload": payload, **changes})
+    settings = with_overrides(settings, evaluate_every=settings.outer_iterations)
+    with nodes_of(1) as topology:
+        text = forecast(settings, topology, NOTHING_KNOWN)
+        context = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
+        records = list(driver_of(settings).outer_iterations(topology, context))
+    if WORLD.size == 1:
+        return
+    payloads = [record["bytes"]["payload"] for record in records]
+    (over,) = re.findall(rf"payload over {len(payloads)} outer iterations +([\d,]+) B", text)
+    assert int(over.replace(",", "")) == sum(payloads)
+    # The last one before the end goes in parts.
+    assert f"{payloads[-2]:,} B" in text
 
 
 @pytest.mark.mpi(min_size=4)

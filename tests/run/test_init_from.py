@@ -37,6 +37,10 @@ from prunex_mpi.models.standalone import FORMAT, PLAN
 from prunex_mpi.run import pretrained
 from prunex_mpi.run.pretrained import INITIAL, evaluate_initial
 
+LOOK = {"mean": [0.5] * 3, "std": [0.2] * 3}
+# What each summary says of the network.
+DELIVERED = {**LOOK, "bytes": 1, "crc32": 0}
+
 pytestmark = pytest.mark.any_mpi
 MODEL = "resnet8-w4"
 
@@ -171,7 +175,7 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended():
 def test_the_classes_of_another_run_are_compared_by_name(tmp_path, caplog):
     model = build_model(MODEL, Images(8, 2))
     save_file(model.state_dict(), tmp_path / "state.safetensors")
-    delivered = {"mean": [0.5] * 3, "std": [0.2] * 3, "classes": ["ant", "bee"]}
+    delivered = {**DELIVERED, "classes": ["ant", "bee"]}
     summary = {"status": "completed", "delivered": delivered}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     settings = make(init_from=str(tmp_path), model=MODEL)
@@ -186,7 +190,7 @@ def test_the_classes_of_another_run_are_compared_by_name(tmp_path, caplog):
 def test_a_run_that_made_its_network_smaller_says_so(tmp_path):
     model = build_model("resnet8-w4", Images(8, 10))
     save_file(model.state_dict(), tmp_path / "state.safetensors")
-    delivered = {"mean": [0.5] * 3, "std": [0.2] * 3, "layers": {"conv1": {"out_channels": 4}}}
+    delivered = {**DELIVERED, "layers": {"conv1": {"out_channels": 4}}}
     summary = {"status": "completed", "delivered": delivered}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     for name, word in (("resnet8", "became smaller"), ("resnet8-w4", "")):
@@ -203,12 +207,12 @@ def test_what_became_smaller_is_trained_on_by_the_way_that_the_refusals_name(tmp
     layers |= {"layer3.0.conv2": {"in_channels": 5, "out_channels": 64, "groups": 1}}
     description = describe("resnet8", Images(8, 10), "")
     (tmp_path / "model").mkdir()
-    plan = {"format": FORMAT, "model": description, "layers": layers}
+    plan = {"format": FORMAT, "model": description, "layers": layers, "normalisation": LOOK}
     (tmp_path / "model" / PLAN).write_text(json.dumps(plan))
     network = fresh(tmp_path / "model", num_classes=10, image_size=8)
     for name in ("state", "model/model"):
         save_file(network.state_dict(), tmp_path / f"{name}.safetensors")
-    delivered = {"mean": [0.5] * 3, "std": [0.2] * 3, "layers": layers}
+    delivered = {**DELIVERED, "layers": layers}
     summary = {"status": "completed", "delivered": delivered}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
 

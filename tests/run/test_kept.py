@@ -12,8 +12,8 @@ from test_checkpoint import HELPERS, new_run
 
 from mpi4py import MPI
 
+from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm import topology as comm
-from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd

@@ -13,24 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from mpi4py import MPI
-
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.config.resolve import make
-from prunex_mpi.run import directory, job, relaunch
+from prunex_mpi.base.signals import Asked
+from prunex_mpi.run import relaunch
 from prunex_mpi.run.hosts import lost_to_slurm, read_hosts, slurm_hosts
 from prunex_mpi.run.relaunch import parse
 
 HOSTS = ("a", "b", "c")
 # What a job does, by words: `it 3` makes outer iteration 3 and its checkpoint, `bare 3` without the
-# checkpoint, `down b` takes host b away, `exit 1` ends, `usr1` waits for the signal, `leave` for
-# the word in `next`, and both leave with a checkpoint, `end 0` completes the run, `hang 0` does and
-# stays, `next 0` stands by until the run is free, which a job holds that has `hold 0`, and
-# `ready 0` waits for that.
+# checkpoint, `down b` takes host b away, `exit 1` ends, `usr1` waits for the signal and leaves with
+# a checkpoint, `end 0` completes the run, `hang 0` does and stays.
 JOB = """
-import fcntl, json, os, signal, sys, time
+import json, signal, sys, time
 from pathlib import Path
-from prunex_mpi.run import directory
 told = []
 signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
 run, up = Path("run"), Path("up")
@@ -50,14 +45,6 @@ def leave(status, code, **more):
 for what, value in (word.split(" ") for word in plan[0].split(", ")):
     if what in ("it", "bare"):
         iterate(int(value), what == "it")
-    elif what == "hold":
-        lock = open(run / "lock", "w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    elif what == "ready":
-        while not (run / "next-ready").exists():
-            time.sleep(0.01)
-    elif what == "next":
-        directory.stand_by(run, lambda: None)
     elif what == "down":
         (up / value).unlink()
     elif what == "lost":
@@ -73,25 +60,23 @@ for what, value in (word.split(" ") for word in plan[0].split(", ")):
         leave("preempted", 75, reason=value)
     elif what == "unsaid":
         leave("preempted", 1, reason=value)
-    elif what == "blocked":
-        (run / "next").unlink(missing_ok=True)
-        (run / "next").mkdir()
-        (run / "next-ready").touch()
     elif what == "ended":
         (run / "heartbeats").mkdir(exist_ok=True)
         (run / "heartbeats/ended").touch()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(60)
-    elif what in ("usr1", "leave"):
-        k, word = int(value), run / "next"
-        def asked():
-            return told if what == "usr1" else word.exists() and word.read_text() == "leave"
-        while not asked():
+    elif what == "usr1":
+        k = int(value)
+        while not told:
             time.sleep(0.1)
             iterate(k, False)
             k += 1
         iterate(k, True)
-        leave("preempted", 75, reason="the job that stands by" if what == "leave" else "SIGUSR1")
+        leave("preempted", 75, reason="SIGUSR1")
+    elif what == "asked":
+        while not told:
+            time.sleep(0.02)
+        leave("preempted", 75, reason=value)
     elif what == "end":
         leave("completed", int(value))
     elif what == "hang":
@@ -116,7 +101,7 @@ def go(*plan: str, flags: str = "") -> int:
     Path("plan").write_text("\n".join(plan))
     words = ["--hosts", "a:2,b:2,c:2", "--probe", "test -e up/{host}", *flags.split(), "--"]
     job = [sys.executable, "job.py", "{hosts}", "{names}", "{nodes}", "{ranks}", "--run-dir", "run"]
-    return relaunch.keep_going(parse([*words, *job]))
+    return relaunch.keep_going(parse([*words, *job]), Asked())
 
 
 def starts() -> list[list[str]]:
@@ -141,119 +126,71 @@ def test_a_job_goes_on_where_hosts_answer(capfd):
     assert "starting on 2 of 3 hosts: a, c" in capfd.readouterr().err
 
 
-def test_hosts_that_answer_again_are_taken_in_after_a_checkpoint():
-    again = "next 0, hold 0, it 50, sleep 0.2, end 0"
-    assert go("down c, it 1, exit 1", "hold 0, sleep 0.3, up c, leave 2", again) == 0
+def test_hosts_that_answer_again_are_taken_in_after_a_checkpoint(capfd):
+    lines = "down c, it 1, exit 1", "sleep 0.3, up c, usr1 2", "it 50, sleep 0.2, end 0"
+    assert go(*lines) == 0
     assert [words[1] for words in starts()] == ["a,b,c", "a,b", "a,b,c"]
     assert [(n["left"], n["joined"], n["code"]) for n in notes()] == [
         (["c"], [], 1),
         ([], ["c"], 75),
     ]
-    assert notes()[1]["lost_iterations"] == 0
-    assert not list(Path("run").glob("next*"))
+    assert "c can be had again: the job leaves with a checkpoint" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("plan", "count"),
-    [
-        # What stands by has failed, or does not come to it: the job leaves, and one starts anew.
-        (["hold 0, up c, usr1 2", "exit 1", "hold 0, it 50, sleep 0.2, end 0"], 4),
-        (["hold 0, up c, usr1 2", "sleep 60", "hold 0, it 50, sleep 0.2, end 0"], 4),
-        # The job ends by itself first, with the run or without.
-        (["hold 0, up c, it 2, sleep 0.5, exit 1", "next 0, hold 0, it 50, sleep 0.2, end 0"], 3),
-        (["hold 0, up c, it 2, ready 0, end 0", "next 0, hold 0, sleep 60"], 3),
-    ],
-)
-def test_a_job_that_stands_by_costs_the_run_nothing(plan, count, monkeypatch):
-    monkeypatch.setattr(relaunch, "STAND_BY_S", 4.0)
-    assert go("down c, it 1, exit 1", *plan) == 0
-    assert len(starts()) == count
-    assert not list(Path("run").glob("next*"))
+def test_what_a_job_does_after_another_is_not_lost():
+    """The checkpoint with which a job leaves for a host that is back has all that it has done."""
+    again = "it 50, it 51, it 52, sleep 0.2, end 0"
+    assert go("down c, it 1, exit 1", "up c, it 2, usr1 3", again) == 0
+    assert (notes()[1]["lost_iterations"], notes()[1]["iteration"] > 3) == (0, True)
+    assert notes()[1]["lost_seconds"] < 1
 
 
-def test_a_file_that_a_killed_launcher_has_left_holds_no_job_up_for_ever(monkeypatch, tmp_path):
-    monkeypatch.setattr(directory, "SILENCE_S", 0.3)
-    (tmp_path / "lock").touch()
-    (tmp_path / "next").touch()
-    began = time.monotonic()
-    directory.stand_by(tmp_path, lambda: None)
-    assert time.monotonic() - began > 0.3
-    assert not list(tmp_path.glob("next*"))
-
-
-@pytest.mark.parametrize("stands", [True, False])
-def test_who_stands_by_has_imported_the_users_modules(stands, monkeypatch, tmp_path):
-    (tmp_path / "users_own.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "users_own", raising=False)
-    (tmp_path / "lock").touch()
-    if stands:
-        (tmp_path / "next").write_text("go")
-    settings = make(model="users_own:net", dataset="not_there:data", run_dir=str(tmp_path))
-    job.stand_by(MPI.COMM_SELF, settings, lambda: None)
-    assert ("users_own" in sys.modules) == stands
-    assert not list(tmp_path.glob("next*"))
-
-
-def test_nobody_stands_by_for_a_job_that_does_not_train_yet(capfd):
-    lines = "down c, it 1, exit 1", "hold 0, up c, sleep 1, exit 1", "hold 0, it 50, end 0"
+def test_a_job_that_does_not_train_yet_does_not_leave_for_others(capfd):
+    lines = "down c, it 1, exit 1", "up c, sleep 1, exit 1", "it 50, end 0"
     assert go(*lines) == 0
     assert [words[1] for words in starts()] == ["a,b,c", "a,b", "a,b,c"]
-    assert "beside this one" not in capfd.readouterr().err
+    assert "can be had again" not in capfd.readouterr().err
 
 
-def test_a_run_that_is_free_for_long_is_not_taken_while_the_launcher_lives(monkeypatch, tmp_path):
-    monkeypatch.setattr(directory, "SILENCE_S", 0.5)
-    (tmp_path / "lock").touch()
-    (tmp_path / "next").touch()
-    began = time.monotonic()
-
-    def going() -> None:
-        if time.monotonic() - began < 1.5:
-            relaunch.stay_in_touch(tmp_path)
-
-    directory.stand_by(tmp_path, going)
-    assert time.monotonic() - began > 1.9
-    # What has been taken away stays so.
-    relaunch.stay_in_touch(tmp_path)
-    assert not list(tmp_path.glob("next*"))
-
-
-@pytest.mark.parametrize(
-    ("plan", "count"),
-    [
-        (["hold 0, up c, blocked 0, usr1 2"], 2),
-        # With one that stands by.
-        (["hold 0, up c, it 2, sleep 0.7, blocked 0, usr1 50", "sleep 60"], 3),
-    ],
-)
-def test_no_job_outlives_a_launcher_that_fails(plan, count, monkeypatch):
+def test_no_job_outlives_a_launcher_that_fails(monkeypatch):
     start, jobs = relaunch.start, []
 
     def noted(*given, **named):
         jobs.append(start(*given, **named))
         return jobs[-1]
 
+    def full(*_) -> None:
+        raise OSError("no room")
+
     monkeypatch.setattr(relaunch, "start", noted)
-    with pytest.raises(IsADirectoryError):
-        go("down c, it 1, exit 1", *plan)
-    assert len(starts()) == len(jobs) == count and not directory.is_held(Path("run"))
-    assert all(job.returncode is not None for job in jobs)
+    monkeypatch.setattr(relaunch, "note", full)
+    with pytest.raises(OSError, match="no room"):
+        go("down c, it 1, exit 1", "it 2, sleep 60")
+    assert len(jobs) == 2 and all(job.process.returncode is not None for job in jobs)
+
+
+def test_a_second_launcher_is_refused():
+    """The first one's job would take the loss of its records for its own end."""
+    Path("run/heartbeats").mkdir(parents=True)
+    (record := Path("run/heartbeats/rank-0")).touch()
+    refused = pytest.raises(UserError, match=r"another prunex_mpi.elastic keeps run going")
+    with relaunch.only_launcher(Path("run")), refused:
+        go("it 1, exit 1", "end 0")
+    assert record.exists() and not Path("starts").exists()
+    assert go("end 0") == 0
 
 
 def test_a_host_that_answers_and_can_not_run_is_left_out(capfd):
-    """The job beside the one that trained has failed there, and so does the one after it."""
-    lines = "it 1, down b, exit 1", "it 2, up b, usr1 3", "exit 1", "exit 1", "it 50, exit 1"
+    lines = "it 1, down b, exit 1", "it 2, up b, usr1 3", "exit 1", "it 50, exit 1"
     assert go(*lines, "it 60, sleep 0.5, exit 1", "end 0") == 0
     whole, rest = "a,b,c", "a,c"
-    assert [words[1] for words in starts()] == [whole, rest, whole, whole, rest, rest, rest]
+    assert [words[1] for words in starts()] == [whole, rest, whole, rest, rest, rest]
     assert "the job did not train with b: left out for 600 s" in capfd.readouterr().err
 
 
-def test_nobody_goes_on_where_the_job_before_is_told_to_leave():
-    lines = "down c, it 1, exit 1", "hold 0, up c, it 2, ready 0, told SIGTERM", "next 0, sleep 60"
-    assert go(*lines) == 75
-    assert len(starts()) == 3 and not list(Path("run").glob("next*"))
+def test_a_job_that_is_told_to_leave_meanwhile_is_not_started_again():
+    assert go("down c, it 1, exit 1", "up c, it 2, asked SIGTERM", "end 0") == 75
+    assert len(starts()) == 2
 
 
 @pytest.mark.parametrize(
@@ -279,20 +216,11 @@ def test_codes_and_what_follows(plan, code, count, why, capfd):
 
 
 def test_a_node_that_was_lost_in_place_comes_back_later():
-    lines = "hold 0, it 1, lost 1, leave 2", "next 0, hold 0, it 50, sleep 0.2, end 0"
-    assert go(*lines, flags="--regrow-after 0.2") == 0
+    lines = "it 1, lost 1, usr1 2", "it 50, sleep 0.2, end 0"
+    assert go(*lines, flags="--regrow-after 0.5") == 0
     assert [words[1] for words in starts()] == ["a,b,c", "a,b,c"]
     lost, again = notes()
     assert lost["lost_ranks"] == [1] and (again["code"], again["ranks"]) == (75, 6)
-
-
-def test_the_next_job_starts_before_it_is_to_go_on():
-    lines = "hold 0, it 1, lost 1, ready 0, leave 2", "next 0, hold 0, it 500, sleep 0.2, end 0"
-    began = time.monotonic()
-    assert go(*lines, flags="--regrow-after 5") == 0
-    assert time.monotonic() - began > 5
-    # The first job still trains once the next one stands by.
-    assert Path("run/metrics.jsonl").read_text().count("\n") > 10
 
 
 def test_it_waits_for_enough_hosts(capfd):
@@ -331,19 +259,35 @@ def test_a_rank_that_holds_the_run_is_waited_for():
     assert holder.wait() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_goes_to_the_job_which_ends_with_a_checkpoint(number, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_signal_goes_to_the_job_which_ends_with_a_checkpoint(number, early):
+    """One that comes before the job has begun to listen ends it, and the code tells no failure."""
     Path("plan").write_text("usr1 1")
     words = [sys.executable, "-m", "prunex_mpi.elastic", "--hosts", "localhost", "--"]
-    words += [sys.executable, "job.py", "{hosts}", "--run-dir", "run"]
-    launcher = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    while not Path("run/metrics.jsonl").exists():
+    job = ["sh", "-c", "touch began; sleep 30"] if early else [sys.executable, "job.py"]
+    command = [*job, "{hosts}", "--run-dir", "run"]
+    launcher = subprocess.Popen([*words, *command], stderr=subprocess.PIPE, text=True)
+    while not Path("began" if early else "run/metrics.jsonl").exists():
         time.sleep(0.05)
     launcher.send_signal(number)
     _, text = launcher.communicate(timeout=30)
     assert launcher.returncode == 75
     assert "not started again: this was asked for" in text
-    assert len(starts()) == 1
+    assert early or len(starts()) == 1
+
+
+def test_the_launcher_takes_signals_before_it_has_read_its_flags():
+    words = [sys.executable, "-X", "importtime", "-m", "prunex_mpi.elastic", "--hosts", "localhost"]
+    command = ["--", sys.executable, "job.py", "{hosts}", "--run-dir", "run"]
+    launcher = subprocess.Popen([*words, *command], stderr=subprocess.PIPE, text=True)
+    for line in launcher.stderr:
+        if "prunex_mpi.base.signals" in line:
+            break
+    time.sleep(0.01)
+    launcher.send_signal(signal.SIGUSR1)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 75 and not Path("starts").exists()
 
 
 @pytest.mark.parametrize(

@@ -202,11 +202,11 @@ def test_a_network_that_became_smaller_in_training_is_exported(own_run, capsys):
         ({}, "is not the one of the run"),
         ({"0": {"out_channels": 5, "in_channels": 3, "groups": 1}}, "is not the one of the run"),
         ({"0": {"out_channels": 5}}, "does not take the sizes of the run"),
-        ({"0": {"out_channels": "x", "in_channels": 3, "groups": 1}}, "does not take the sizes"),
+        ({"0": {"out_channels": "x", "in_channels": 3, "groups": 1}}, "layers.0.out_channels"),
         ({"nowhere": {}}, "does not take the sizes of the run"),
         ({"2": {"num_features": 4}}, "does not take the sizes of the run"),
-        ({"0": 3}, "does not say what was delivered"),
-        (3, "does not say what was delivered"),
+        ({"0": 3}, "(layers.0)"),
+        (3, "(layers)"),
     ],
 )
 def test_other_sizes_than_the_runs_are_refused(own_run, capsys, layers, words):
@@ -378,7 +378,11 @@ BAD = {
     "did not end": (remove("summary.json"), UNREADABLE, "did not end well"),
     "preempted": (summary(status="preempted"), UNREADABLE, "it was preempted; go on with it"),
     "summary cut": (cut("summary.json"), UNREADABLE, "summary.json can't be read"),
-    "nothing delivered": (summary(delivered={}), UNREADABLE, "does not say what was delivered"),
+    "nothing delivered": (
+        summary(delivered={}),
+        UNREADABLE,
+        "is not what the run wrote (delivered.bytes)",
+    ),
     "no state": (remove("state.safetensors"), UNREADABLE, "No such file"),
     "state cut": (cut("state.safetensors"), UNREADABLE, "bytes of"),
     "state header": (flip("state.safetensors", 9), UNREADABLE, "checksum"),

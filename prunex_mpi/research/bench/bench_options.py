@@ -10,8 +10,8 @@ from prunex_mpi.config.resolve import make
 
 ALONE = ("kernels", "overhead")
 TOGETHER = ("collectives",)
-# They take minutes: only for who asks, the first on any number of ranks, the second on two or more.
-ASKED = ("ddp", "model")
+# It takes minutes: only for who asks, on any number of ranks.
+ASKED = ("ddp",)
 # Likewise, on one rank.
 ASKED_ALONE = ("text",)
 SECTIONS = (*ALONE, *TOGETHER, *ASKED, *ASKED_ALONE)
@@ -33,10 +33,9 @@ def build_parser() -> Parser:
     parser = program_parser(
         "bench",
         "Measure kernels, overhead and text (dense beside a plain torch loop) on one rank, "
-        "collectives on several, ddp (dense SGD beside torch's) on any number; model calibrates "
-        "what train --dry-run --link-gbit estimates.",
+        "collectives on several, ddp (dense SGD beside torch's) on any number.",
         "Without WHAT, and with all: everything that makes sense for the number of ranks, but "
-        "ddp, model and text where they aren't named. "
+        "ddp and text where they aren't named. "
         "`compare --help` tells how to compare methods of training, `figure --help` how to draw "
         "the paper's figures.",
     )
@@ -54,7 +53,7 @@ def build_parser() -> Parser:
         default=["resnet20", "resnet18"],
         metavar="NAME",
         dest="train_models",
-        help="models that overhead and ddp train and model predicts [resnet20 resnet18]",
+        help="models that overhead and ddp train [resnet20 resnet18]",
     )
     add("--groups", nargs="+", default=["channel"], metavar="KIND", help="groups [channel]")
     add("--keep-ratio", nargs="+", type=float, default=[0.5], metavar="X", help="[0.5]")
@@ -107,7 +106,7 @@ def choose_sections(asked: Sequence[str], ranks: int) -> tuple[str, ...]:
             raise UserError(
                 f"{section} is measured on one rank, not {ranks}; start it without mpirun"
             )
-        if section in (*TOGETHER, "model") and ranks == 1:
+        if section in TOGETHER and ranks == 1:
             raise UserError(f"{section} needs 2 or more ranks; start it with mpirun or srun")
     if not asked or ALL in asked:
         asked = (*asked, *(ALONE if ranks == 1 else TOGETHER))

@@ -72,8 +72,6 @@ def measure(section: str, bench: Bench) -> list[Table]:
             return [overhead.overhead(bench)]
         case "collectives":
             return [communication.collectives(bench)]
-        case "model":
-            return communication.cost_model(bench)
         case "text":
             return [text_loop.compare_with_loop(bench)]
         case _:
@@ -103,9 +101,7 @@ def check_possible(bench: Bench, sections: Sequence[str]) -> None:
 
 
 def check_section(section: str, bench: Bench) -> None:
-    """Raise UserError where the nodes or the device don't allow a section."""
-    if section == "model" and bench.topology.num_nodes == 1:
-        raise UserError("model needs 2 or more nodes; on one machine give --ranks-per-node 1")
+    """Raise UserError where the settings don't allow a section."""
     if section == "ddp" and bench.settings.amp == "fp16":
         raise UserError("ddp is measured with amp off or bf16: fp16 needs a scaler beside it")
 
@@ -120,6 +116,3 @@ def _networks(sections: Sequence[str], bench: Bench) -> Iterator[tuple[Settings,
                 yield given, whole
             case "overhead" | "ddp":
                 yield from ((s, SMALL) for s in trained)
-            case "model":
-                small = [with_overrides(given, model=name) for name in communication.SMALL]
-                yield from ((s, whole) for s in (*small, given, *trained))

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 from prunex_mpi.base.files import write_json
 from prunex_mpi.base.tables import Cell, Table, as_json, format_table, with_losses
-from prunex_mpi.base.units import MIB
+from prunex_mpi.base.units import MIB, wire_s
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.outcomes import (
     Comparison,
@@ -18,7 +18,6 @@ from prunex_mpi.research.compare.outcomes import (
     ended,
     shown,
 )
-from prunex_mpi.run.cost import wire_s
 
 # Links to tell times to a target for: names, 10^9 bits per second.
 LINKS = {"20 Mbit/s": 0.02, "100 Mbit/s": 0.1, "1 Gbit/s": 1.0}

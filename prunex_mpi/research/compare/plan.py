@@ -40,7 +40,6 @@ from prunex_mpi.base.files import tomllib
 from prunex_mpi.base.imports import check_named, named_in
 from prunex_mpi.config.resolve import (
     BY_NAME,
-    ESTIMATED,
     FIELDS,
     build,
     concerns,
@@ -52,7 +51,7 @@ from prunex_mpi.settings.fields import OF_SECTION, OF_THE_JOB, Settings, key_of
 from prunex_mpi.settings.values import AUTO, to_fraction
 
 # What the comparison itself decides, or what only a run of its own can do.
-OWN = ("seed", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", *ESTIMATED)
+OWN = ("seed", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run")
 ALONE = ("rack_of", "resume", "checkpoint_every", "time_limit", "tensorboard", "trace")
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
 # What a shorter run has fewer of, or more often.
@@ -325,7 +324,7 @@ def digest_of(settings: Settings) -> str:
     told = {
         name: str(value)
         for name, value in flat_values(settings).items()
-        if name not in (*OF_THE_JOB, *ESTIMATED, "preset", "seed", "lr")
+        if name not in (*OF_THE_JOB, "preset", "seed", "lr")
         and concerns(name, settings.method)
         and value != FIELDS[name].default
     }
