@@ -117,8 +117,8 @@ def build_parser() -> Parser:
         help="tell seconds and bytes to this accuracy (0.7), or to this loss (1.8), on images held "
         "out",
     )
-    add("--dir", metavar="DIR", help="keep each run's directory, named ROW-SEED, in DIR")
-    add("--resume", action="store_true", help="take over the runs that --dir has already")
+    add("--dir", metavar="DIR", help="folder of the runs, named ROW-SEED [a new one in runs/]")
+    add("--resume", action="store_true", help="go on with the runs that --dir has already")
     add("--json", metavar="FILE", help="write all there is to know there")
     add_settings(parser, COMMON, defaults("recipe", BY_NAME["prunex"]))
     return parser

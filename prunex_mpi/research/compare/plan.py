@@ -52,8 +52,11 @@ from prunex_mpi.settings.fields import OF_SECTION, OF_THE_JOB, Settings, key_of
 from prunex_mpi.settings.values import AUTO, to_fraction
 
 # What the comparison itself decides, or what only a run of its own can do.
-OWN = ("seed", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", *ESTIMATED)
-ALONE = ("rack_of", "resume", "checkpoint_every", "time_limit", "tensorboard", "trace")
+OWN = ("seed", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", "test_data", *ESTIMATED)
+ALONE = (
+    *("rack_of", "resume", "checkpoint_every", "time_limit", "tensorboard", "trace"),
+    *("on_node_loss", "min_nodes"),
+)
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
 # What a shorter run has fewer of, or more often.
 COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "prunetrain_reconfigure_every")
@@ -254,6 +257,9 @@ def settings_of(
     """
     values = {name: value for name, value in common.items() if meant_for(name, row)}
     values |= {**row.own, **(point or {}), "method": row.method, "seed": seed}
+    if values.get("val_split"):
+        # No run opens test data; --reveal does.
+        values["test_data"] = False
     preset = values.pop("preset", FIELDS["preset"].default)
     if BY_NAME[row.method].consensus:
         # An early stop would spare it work that the others do.
@@ -325,7 +331,7 @@ def digest_of(settings: Settings) -> str:
     told = {
         name: str(value)
         for name, value in flat_values(settings).items()
-        if name not in (*OF_THE_JOB, *ESTIMATED, "preset", "seed", "lr")
+        if name not in (*OF_THE_JOB, *ESTIMATED, "preset", "seed", "lr", "test_data")
         and concerns(name, settings.method)
         and value != FIELDS[name].default
     }
