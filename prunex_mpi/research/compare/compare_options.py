@@ -39,17 +39,16 @@ from prunex_mpi.settings.values import AUTO
 class Options:
     """What to compare; `common` holds converted values by field name.
 
-    `rows` and `seeds` are those of this job, `whole` all rows that the plan has; `plan` is a digest
-    of it and of the flags that change it. With `reveal` the networks of a comparison that is done
-    are tested. Times and bytes to each of `targets` are told. With `sources` nothing is trained:
-    these files are shown as one.
+    `rows` and `seeds` are those of this job; `plan` is a digest of all that the plan says, and of
+    the flags that change it. With `reveal` the networks of a comparison that is done are tested.
+    Times and bytes to each of `targets` are told. With `sources` nothing is trained: these files
+    are shown as one.
     """
 
     rows: tuple[Row, ...]
     seeds: tuple[int, ...]
     common: Mapping[str, Any]
     protocol: Protocol
-    whole: tuple[Row, ...]
     plan: str
     length: Fraction
     reveal: bool
@@ -160,7 +159,6 @@ def parse(argv: Sequence[str]) -> Options:
         seeds=_seeds(asked, protocol, path),
         common=common,
         protocol=protocol,
-        whole=every,
         plan=_digest([table, changing, str(length)]),
         length=length,
         reveal=reveal,

@@ -101,6 +101,10 @@ class Row:
         """The name of the row as that of a folder."""
         return re.sub(r"[^A-Za-z0-9._=-]+", "-", self.name)
 
+    def run_name(self, seed: int) -> str:
+        """Return the name of a run's folder."""
+        return f"{self.folder}-{seed}"
+
     @property
     def points(self) -> list[dict[str, Any]]:
         """What each trial tries: the combinations of the grid's values, by field name."""

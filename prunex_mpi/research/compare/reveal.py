@@ -23,7 +23,6 @@ from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.data import digest_of_images
 from prunex_mpi.research.compare.outcomes import Outcome, Quality
 from prunex_mpi.research.compare.plan import named
-from prunex_mpi.research.compare.rows import run_of
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
@@ -102,7 +101,7 @@ def reveal(
 
 def name_of(options: Options, run: Outcome) -> str:
     """Return the name of the folder that has the network of a run."""
-    return run_of(options, next(r for r in options.rows if r.name == run.row), run.seed).name
+    return next(row for row in options.rows if row.name == run.row).run_name(run.seed)
 
 
 def tested(

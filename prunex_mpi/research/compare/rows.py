@@ -9,7 +9,7 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -95,7 +95,7 @@ def run_of(options: Options, row: Row, seed: int, number: int = 0) -> Run:
     """Return the run of a row with one seed at point `number` of its grid."""
     point = row.points[number]
     settings = settings_of(options.common, row, seed, point, options.length)
-    return Run(f"{row.folder}-{seed}", row, point, settings, True)
+    return Run(row.run_name(seed), row, point, settings, True)
 
 
 def trials_of(options: Options, row: Row) -> list[Run]:
@@ -126,7 +126,7 @@ def prepare(options: Options) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--dir {quote(options.folder, 250)}: {error.strerror}") from None
-    for run in all_runs(options, options.rows, options.seeds) if not options.resume else ():
+    for run in all_runs(options) if not options.resume else ():
         if (folder / run.name).exists():
             raise UserError(
                 f"--dir {quote(options.folder, 250)}: {run.name} is there already; --resume goes "
@@ -137,23 +137,27 @@ def prepare(options: Options) -> None:
     check_networks(options)
 
 
-def all_runs(options: Options, rows: Iterable[Row], seeds: Sequence[int]) -> list[Run]:
-    """Return all trials and runs of rows, in the order in which they are done."""
-    trials = [run for row in rows for run in trials_of(options, row)]
-    return trials + [run_of(options, row, seed) for seed in seeds for row in rows]
+def all_runs(options: Options) -> list[Run]:
+    """Return all trials and runs, in the order in which they are done."""
+    trials = [run for row in options.rows for run in trials_of(options, row)]
+    return trials + [run_of(options, row, seed) for seed in options.seeds for row in options.rows]
 
 
 def require_all(options: Options) -> None:
     """Raise UserError unless all runs of the plan have ended."""
-    folder, missing = Path(options.folder), []
-    for row in options.whole:
-        trials = [folder / run.name for run in trials_of(options, row)]
-        needed = [*trials]
-        # Of a row that diverged in every trial there is no run.
-        if not trials or not all((trial / DIVERGED).exists() for trial in trials):
-            seeds = options.protocol.seeds
-            needed += [folder / run_of(options, row, seed).name for seed in seeds]
-        missing += [path.name for path in needed if not has_ended(path)]
+    folder = Path(options.folder)
+    # Of a row that diverged in every trial there is no run.
+    hopeless = [
+        row
+        for row in options.rows
+        if (trials := trials_of(options, row))
+        and all((folder / run.name / DIVERGED).exists() for run in trials)
+    ]
+    missing = [
+        run.name
+        for run in all_runs(options)
+        if not (has_ended(folder / run.name) or run.row in hopeless)
+    ]
     if missing:
         raise UserError(
             f"--reveal: {len(missing)} runs of the plan are missing in {quote(options.folder, 250)}"
@@ -167,7 +171,7 @@ def check_networks(options: Options) -> None:
     Runs that have ended need none, and what an earlier run leaves comes.
     """
     to_come: set[Path] = set()
-    for run in all_runs(options, options.rows, options.seeds):
+    for run in all_runs(options):
         place = Path(options.folder) / run.name
         for key, path in sources_of(run).items() if not has_ended(place) else ():
             # What a run that ended well has.
