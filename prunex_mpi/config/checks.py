@@ -242,7 +242,9 @@ def _check_beginning(settings: Settings) -> None:
 
 
 def _check_data(settings: Settings) -> None:
-    """Refuse what means something to other data sets alone."""
+    """Refuse what means something to other data sets alone, and a run that can't be evaluated."""
+    if not settings.test_data and not settings.val_split:
+        raise UserError("no-test-data leaves nothing to evaluate on; give --val-split as well")
     text = settings.dataset == fields.TEXT
     for name in fields.OF_IMAGES if text else fields.OF_TEXT:
         if getattr(settings, name) != fields.SHARED[name].default:

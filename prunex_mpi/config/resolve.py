@@ -125,6 +125,8 @@ def from_table(table: Mapping[str, Any], source: str) -> dict[str, Any]:
             raise UserError(f"unknown key {quote(key)} in {source}{guess}")
         values[names[key]] = convert(FIELDS[names[key]], value, f"{key} in {source}")
     if is_of_a_run(table):
+        # Former files lack it.
+        values.setdefault("test_data", True)
         method = BY_NAME[values["method"]]
         now = defaults(values["preset"], method)
         for name, former in FORMER.items():

@@ -5,7 +5,7 @@ A text is read once per machine, and each rank gets its windows of it.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
-from prunex_mpi.data.image_files import BOTH, CONTENTS, TRAIN, Known, read_share
+from prunex_mpi.data.image_files import BOTH, CONTENTS, TEST, TRAIN, Known, read_share
 from prunex_mpi.data.text import Text, TextSet, take_windows, text_of
 from prunex_mpi.data.text_files import BYTES, Prepared, Tokenizer, forget, prepare, prepared_from
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
@@ -43,6 +43,11 @@ MEASURED_IMAGES = 16384
 SIZES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32)}
 
 
+def parts_read(settings: Settings) -> Sequence[str]:
+    """Return the parts of a data set that a run opens."""
+    return BOTH if settings.test_data else (TRAIN,)
+
+
 def share_contents(
     world: MPI.Comm,
     name: str,
@@ -53,12 +58,12 @@ def share_contents(
 ) -> Known:
     """Return what lies in all class folders or tar files of a data set; each rank reads a share.
 
-    `parts` says whether of what is to train on, to test on or both. Of text it is all of it, by
+    `parts` says whether of what is to train on, to test on or both. Text is cut into tokens by
     `tokenizer`; {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for
     what one can't read. Collective on `world`.
     """
     if name == TEXT:
-        return share_text(world, data_dir, tokenizer, heartbeat)
+        return share_text(world, data_dir, tokenizer, heartbeat, with_test=TEST in parts)
     if name not in CONTENTS:
         return {}
     mine = run_collectively_while(
@@ -81,11 +86,12 @@ def share_text(
     tokenizer: str,
     heartbeat: Heartbeat,
     known: Tokenizer | None = None,
+    with_test: bool = True,
 ) -> Mapping[str, Any]:
     """Return {READ: the text}, read and cut into tokens by the first rank of each machine alone.
 
-    With chars its vocabulary may be `known`. Raises UserError (UNREADABLE) on every rank where one
-    can't read it. Collective on `world`.
+    With chars its vocabulary may be `known`. Files to test on are opened only `with_test`. Raises
+    UserError (UNREADABLE) on every rank where one can't read it. Collective on `world`.
     """
     host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
     made: list[Prepared] = []
@@ -93,7 +99,7 @@ def share_text(
     def read(going: Callable[[], None]) -> dict[str, Any] | None:
         if host.rank:
             return None
-        made.append(prepare(data_dir, tokenizer, going, known))
+        made.append(prepare(data_dir, tokenizer, going, known, with_test))
         return made[0].as_json()
 
     try:
@@ -111,12 +117,13 @@ def share_text(
 def load_text(world: MPI.Comm, settings: Settings, known: Mapping[str, Any]) -> TextSet:
     """Return this rank's windows of a `known` text; raise alike. Collective on `world`."""
     text: Text = known[READ]
+    tested = settings.test_samples if settings.test_data else None
     windows = run_collectively(
         world,
         lambda: take_windows(
             text,
             settings.context,
-            samples=(settings.train_samples, settings.test_samples),
+            samples=(settings.train_samples, tested),
             val_split=settings.val_split,
             part=(world.rank, world.size),
         ),
@@ -142,7 +149,7 @@ def find_inputs(settings: Settings, known: Known) -> Inputs:
         data_dir=settings.data_dir,
         access=Access(skip_corrupt=settings.skip_corrupt),
         train_samples=1,
-        test_samples=1,
+        test_samples=1 if settings.test_data else None,
         image_size=settings.image_size,
         seed=settings.seed,
         part=Part(0, 1, known=known),
@@ -159,7 +166,6 @@ def load_dataset(
     heartbeat: Heartbeat | None = None,
     device: torch.device = CPU,
     known: Known | None = None,
-    with_test: bool = True,
 ) -> Dataset | TextSet:
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
@@ -170,11 +176,9 @@ def load_dataset(
     world = topology.world
     if known is None:
         where = settings.dataset, settings.data_dir
-        parts = BOTH if with_test else (TRAIN,)
-        known = share_contents(world, *where, heartbeat, settings.tokenizer, parts)
+        known = share_contents(world, *where, heartbeat, settings.tokenizer, parts_read(settings))
     if settings.dataset == TEXT:
-        text = load_text(world, settings, known)
-        return text if with_test else replace(text, test=None, test_total=0)
+        return load_text(world, settings, known)
     room = free_room(topology, device)
     dataset = run_collectively_while(
         world,
@@ -188,7 +192,7 @@ def load_dataset(
                 settings.skip_corrupt,
             ),
             train_samples=settings.train_samples,
-            test_samples=settings.test_samples if with_test else None,
+            test_samples=settings.test_samples if settings.test_data else None,
             image_size=settings.image_size,
             seed=settings.seed,
             part=Part(

@@ -177,7 +177,9 @@ class Text:
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes of a token, the mean over the part to test on."""
+        """The bytes of a token, the mean over the part to test on, or over all where none is."""
+        if self.begin == len(self.tokens):
+            return self.length / len(self.tokens)
         return self.test_bytes / (len(self.tokens) - self.begin)
 
 
@@ -213,11 +215,18 @@ class Parts:
 
 
 def parts_of(
-    count: int, begin: int, val_split: float, context: int, ranks: int, most: int = 0
+    count: int,
+    begin: int,
+    val_split: float,
+    context: int,
+    ranks: int,
+    most: int = 0,
+    with_test: bool = True,
 ) -> Parts:
     """Cut `count` tokens: those before `begin` to train on, whose end is held out, others to test.
 
-    Of the former the first `most` windows, unless 0. Raises UserError (UNREADABLE) for a part that
+    Of the former the first `most` windows, unless 0. Without `with_test` there may be no others.
+    Raises UserError (UNREADABLE) for a part that
     has no window of `context` tokens, or too few for all ranks.
     """
     trained = begin
@@ -230,10 +239,11 @@ def parts_of(
             )
     val = round(trained * val_split)
     parts = Parts(trained - val, val, begin, count - begin)
-    named = {"train": "train on", "test": "test on"} | ({"val": "hold out"} if val_split else {})
+    named = {"train": "train on", "test": "test on", "val": "hold out"}
+    needed = {"train": True, "test": with_test, "val": val_split > 0}
     for name, purpose in named.items():
         tokens = getattr(parts, name)
-        if tokens <= context:
+        if needed[name] and tokens <= context:
             raise UserError(
                 f"context {context} is longer than the {tokens:,} tokens to {purpose}, of "
                 f"{count:,} in all: lower --context, or give more text",
@@ -306,7 +316,7 @@ def take_windows(
     text: Text,
     context: int,
     *,
-    samples: tuple[int | None, int],
+    samples: tuple[int | None, int | None],
     val_split: float,
     part: tuple[int, int],
 ) -> TextSet:
@@ -320,11 +330,12 @@ def take_windows(
     # What is tested alone needs no window for each rank.
     trains = wanted is not None
     ranks = size if trains else 1
-    parts = parts_of(len(tokens), text.begin, val_split, context, ranks, wanted or 0)
+    with_test = tested is not None
+    parts = parts_of(len(tokens), text.begin, val_split, context, ranks, wanted or 0, with_test)
     per_rank = (parts.train - 1) // context // size if trains else 0
     first = rank * per_rank * context
     test = windows_of(tokens, parts.begin, len(tokens), context)
-    if tested > len(test):
+    if tested is not None and tested > len(test):
         raise UserError(
             f"--test-samples {tested}: there are only {len(test)} windows of {context} tokens; 0 "
             "takes all"
@@ -337,9 +348,9 @@ def take_windows(
         context=context,
         stop=parts.train,
         train=Windows(tokens, range(first, first + per_rank * context, context), context),
-        test=test.part(share),
+        test=test.part(share) if with_test else None,
         val=val.part(share) if val_split else None,
         train_total=parts.train,
-        test_total=len(test) * context,
+        test_total=len(test) * context if with_test else 0,
         val_total=len(val) * context if val_split else 0,
     )

@@ -236,15 +236,21 @@ def prepare(
     name: str,
     going: Callable[[], None] = lambda: None,
     known: Tokenizer | None = None,
+    with_test: bool = True,
 ) -> Prepared:
     """Read a text, "" for the embedded one, once and make its tokens ready to be mapped.
 
     `name` is that of a tokenizer or the path of its file; with chars the vocabulary is that of the
-    text, or of a tokenizer that is `known`. Raises UserError (UNREADABLE) for text that is missing,
+    text, or of a tokenizer that is `known`. Only `with_test` are files opened whose names say that
+    they are to test on. Raises UserError (UNREADABLE) for text that is missing,
     empty, no UTF-8 or not of the vocabulary, UserError (USAGE) for a tokenizer that can't be used.
     """
     files = find_text_files(data_dir) if data_dir else []
     parts = split_files(data_dir, files)
+    told = len(parts) > 1
+    if told and not with_test:
+        files = parts[0]
+        parts = [files]
     read = [path for part in parts for path in part]
     looks = [_Look() for _ in parts]
     texts = [pieces_of(part, going, look) for part, look in zip(parts, looks, strict=True)]
@@ -278,8 +284,9 @@ def prepare(
                 "its characters",
                 UNREADABLE,
             )
-        if len(parts) > 1:
-            begin, test_bytes = sum(counts[0]), looks[1].length
+        if told:
+            begin = sum(counts[0])
+            test_bytes = sum(look.length for look in looks[1:])
         else:
             begin = count * TRAINED // PARTS
             test_bytes = count - begin
@@ -298,7 +305,6 @@ def prepare(
     if lost:
         lacking += [f"the tokenizer loses characters: {listed(map(repr, sorted(lost)))}"]
     sizes = length, begin, test_bytes
-    told = len(parts) > 1
     more = digest, told, found, "; ".join(lacking)
     return Prepared(tokenizer, shards, kind, temporary, *sizes, *more)
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import Judged, best_of, delivered, judge
 from prunex_mpi.core.metrics import density, prunable_and_kept
 from prunex_mpi.core.state import Problem, RunContext, State, weights
+from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.data.text import TextSet
+from prunex_mpi.methods.exchanges import metadata_bytes
 from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.pretrained import read_initial
@@ -27,9 +30,9 @@ def deliver(
     files: RunDirectory | None,
     context: RunContext,
     status: str,
-    class_names: Sequence[str],
+    dataset: Dataset | TextSet,
 ) -> dict[str, Any]:
-    """Write the delivered network; return on rank 0 the run's results.
+    """Write the delivered network of a run on `dataset`; return on rank 0 the run's results.
 
     Rank 0 has `files`; the others get None and return {}. Collective on `world`.
     """
@@ -42,31 +45,50 @@ def deliver(
             records = files.read_lines(METRICS)
             totals = summarise(context.settings, topology, context.state, records, status)
             model = save_model(files.path, context.state, context.problem, going)
-        model["classes"] = list(class_names)
-        return {**totals, **results, "delivered": model, "initial": read_initial(files.path)}
+            work = work_of(topology, context, totals, dataset.train_total)
+        model["classes"] = list(dataset.class_names)
+        results["initial"] = read_initial(files.path)
+        return {**totals, **results, "work": work, "delivered": model}
 
     action = lambda going: telling_disk_errors("the results", partial(write, going))  # noqa: E731
     return run_collectively_while(topology.world, action, context.heartbeat.go_on)
 
 
 def judge_best(topology: Topology, context: RunContext) -> dict[str, Any]:
-    """Test the best network where the test images were kept back for it; {} elsewhere.
+    """Return what the best network by data held out reached there, and on test data if opened.
 
-    Collective on `world`.
+    {} where nothing is held out. Collective on `world`.
     """
-    if context.problem.kept_back is None or not context.state.position.best:
+    if not context.state.position.best:
         return {}
-    with best_of(context):
-        tested = judge(topology, context, context.problem.kept_back)
-    tests = {f"test_{name}": value for name, value in tested.items()}
-    return {**tests, "validation": held_out_of(context)}
-
-
-def held_out_of(context: RunContext) -> dict[str, Any]:
-    """Return what the best network reached on data held out, and in which outer iteration."""
     found = Judged(*context.state.position.best)
     outcome = context.problem.task.outcome(found.loss, found.accuracy)
-    return {"iteration": found.iteration, **outcome}
+    results: dict[str, Any] = {"validation": {"iteration": found.iteration, **outcome}}
+    if context.problem.kept_back is not None:
+        with best_of(context):
+            tested = judge(topology, context, context.problem.kept_back)
+        results |= {f"test_{name}": value for name, value in tested.items()}
+    return results
+
+
+def work_of(
+    topology: Topology, context: RunContext, totals: dict[str, Any], train_total: int
+) -> dict[str, Any]:
+    """Return on how many samples a run was trained, and how many others its method looked at.
+
+    And which bytes of its payload say where values belong.
+    """
+    state, stream = context.state, context.problem.train
+    steps, of_batch = state.position.steps_done, stream.batch_size * topology.world_size
+    drawn = stream.epoch * stream.steps_per_epoch + stream.position
+    counted, rounds = totals["bytes"], totals["iterations"]
+    return {
+        "steps": steps,
+        "samples": steps * of_batch,
+        "extra_samples": (drawn - steps) * of_batch,
+        "epochs": steps * of_batch * context.problem.task.row / train_total,
+        "metadata_bytes": metadata_bytes(context.settings, state, counted, rounds),
+    }
 
 
 def save_model(

@@ -22,7 +22,7 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.preemption import find_deadline
 from prunex_mpi.config.resolve import to_toml
-from prunex_mpi.core.loading import load_dataset, share_contents
+from prunex_mpi.core.loading import load_dataset, parts_read, share_contents
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.run import checkpoint, delivery, directory, start
 from prunex_mpi.run.directory import RunDirectory
@@ -68,6 +68,7 @@ def run(
             share_contents,
             *(world, settings.dataset, settings.data_dir),
             tokenizer=settings.tokenizer,
+            parts=parts_read(settings),
         )
         if settings.dry_run:
             known = read_contents(heartbeat)
@@ -125,7 +126,7 @@ def run(
             if status == "preempted":
                 totals = {"status": status, "reason": reason}
             else:
-                totals = delivery.deliver(topology, files, context, status, dataset.class_names)
+                totals = delivery.deliver(topology, files, context, status, dataset)
                 write_last_checkpoint(topology, files, context, checkpoints)
                 heartbeat.enter("finish")
                 totals |= {"seconds_total": time.time() - started, "resumed": restores}

@@ -94,6 +94,10 @@ class Settings:
         low=0,
         below=1,
     )
+    test_data: bool = _setting(
+        "open the test data; without them, the best network on --val-split is left to evaluate",
+        True,
+    )
     tokenizer: str = _setting(
         "what text is cut into: bytes, chars, or as a tokenizer.json of Hugging Face says",
         "bytes",

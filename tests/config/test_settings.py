@@ -648,6 +648,7 @@ BAD_FLAGS = [
     ("--method dense --rack-of 2", "rack-of means nothing to method"),
     ("--method prunex-flat --rack-of 2", "rack-of means nothing to method"),
     ("--model=", "--model"),
+    ("--no-test-data", "no-test-data leaves nothing to evaluate on; give --val-split"),
     ("--local-epochs 0", "local-epochs"),
     ("--local-epochs -1", "--local-epochs"),
     ("--local-epochs 1/2/3", "'1/2/3'"),

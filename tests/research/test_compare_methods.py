@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -16,23 +15,30 @@ from image_folders import write_folder
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.errors import FAILURE, PREEMPTED, UserError
 from prunex_mpi.base.files import tomllib
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.compress.sparse import kept_per_layer
 from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.config.resolve import make
+from prunex_mpi.data import text_files
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.models.layout import Layout, Segment, build_layout
-from prunex_mpi.research.compare import compare_methods, kept_runs, run_rows
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.research.compare import compare_methods, rows
 from prunex_mpi.research.compare.compare_methods import compare, machine_of, title_of
 from prunex_mpi.research.compare.compare_options import parse
-from prunex_mpi.research.compare.outcomes import Outcome, Point, Quality, at_chance
-from prunex_mpi.research.compare.run_rows import count_zeros, curve_of, operations, split_seconds
+from prunex_mpi.research.compare.outcomes import Point, Quality, at_chance
+from prunex_mpi.research.compare.rows import (
+    count_zeros,
+    curve_of,
+    operations,
+    records_in,
+    split_seconds,
+)
+from prunex_mpi.run import supervision
 from prunex_mpi.tools import evaluate_options, evaluate_text
 from prunex_mpi.tools.evaluate_network import evaluate
 
@@ -53,13 +59,32 @@ PRUNED_AT_ONCE = ["--warmup-iterations=0", "--keep-ramp-iterations=0", "--freeze
 
 
 def test_zeros_in_whole_rows_and_columns_are_told_from_others():
-    kernel = torch.ones(3, 2, 2)
-    kernel[1] = 0  # a filter
-    kernel[:, 0, 1] = 0  # a column of the GEMM view
-    kernel[0, 1, 1] = 0  # an element
-    layout = Layout((Segment("w", (3, 2, 2), 0, 12), Segment("b", (4,), 12, 4)), 16)
-    flat = torch.cat([kernel.flatten(), torch.zeros(4)])
-    assert count_zeros(flat, layout) == (12, 7, 6)
+    model, dense = (torch.nn.Sequential(torch.nn.Conv1d(2, 3, 2)) for _ in range(2))
+    with torch.no_grad():
+        kernel, bias = model[0].weight.fill_(1), model[0].bias.fill_(1)
+        kernel[1] = 0  # a filter
+        kernel[:, 0, 1] = 0  # a column of the GEMM view
+        kernel[0, 1, 1] = 0  # an element
+        bias[0] = 0
+    found = {"parameters_left": 7, "weights": 12, "zeros": 7, "line_zeros": 6}
+    assert count_zeros(model, dense) == found
+    # A filter that has been taken out was a whole line.
+    smaller = torch.nn.Sequential(torch.nn.Conv1d(2, 2, 2))
+    found = {"parameters_left": 10, "weights": 12, "zeros": 4, "line_zeros": 4}
+    assert count_zeros(smaller, dense) == found
+
+
+def test_outer_iterations_without_seconds_of_their_own_have_the_last_ones(tmp_path):
+    lines = {
+        "metrics.jsonl": [{"iteration": k} for k in (1, 2, 3)],
+        "ranks.jsonl": [
+            {"iteration": k, "exchange": {"local": [k, 9.0], "inter": [0.5, 9.0]}} for k in (1, 3)
+        ],
+    }
+    for name, rows_of in lines.items():
+        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows_of))
+    found = [record["exchange"]["local"] for record in records_in(tmp_path)]
+    assert found == [1, 1, 3]
 
 
 def test_an_accuracy_is_at_chance_within_three_standard_errors_of_guessing():
@@ -116,7 +141,8 @@ def test_the_operations_of_every_method_are_named():
 def quiet(monkeypatch):
     """Leave this process's threads, log and exception hook as they are."""
     monkeypatch.setattr("prunex_mpi.run.start.set_threads", lambda *_: 1)
-    monkeypatch.setattr(compare_methods, "set_up_logging", lambda *_: None)
+    for module in (compare_methods, rows.job):
+        monkeypatch.setattr(module, "set_up_logging", lambda *_: None)
     monkeypatch.setattr("prunex_mpi.run.program.abort_on_exceptions", lambda *_: None)
 
 
@@ -211,13 +237,13 @@ grid = {momentum = [0.0, 0.9]}"""
 def noting_runs(monkeypatch) -> list[tuple[str, int]]:
     """Return a list of the methods and seeds that are trained from now on, in their order."""
     trained: list[tuple[str, int]] = []
-    real = run_rows.run_one
+    real = rows.job.run
 
-    def noted(bench, settings, *rest):
+    def noted(world, settings, *rest):
         trained.append((settings.method.name, settings.seed))
-        return real(bench, settings, *rest)
+        return real(world, settings, *rest)
 
-    monkeypatch.setattr(run_rows, "run_one", noted)
+    monkeypatch.setattr(rows.job, "run", noted)
     return trained
 
 
@@ -231,13 +257,22 @@ def whole(place: str) -> dict:
 def test_networks_that_read_text_are_revealed_too(quiet, tmp_path, monkeypatch):
     place = Path(broadcast_text(WORLD, str(tmp_path)))
     if WORLD.rank == 0:
-        (place / "text").write_text("".join(f"{i} and {i + 1};" for i in range(200)))
+        (place / "text").mkdir()
+        for name, count in (("train.txt", 200), ("test.txt", 50)):
+            text = "".join(f"{i} and {i + 1};" for i in range(count))
+            (place / "text" / name).write_text(text)
+    opened: list[str] = []
+    open_regular = text_files.open_regular
+    note = lambda path: opened.append(Path(path).name) or open_regular(path)  # noqa: E731
+    monkeypatch.setattr(text_files, "open_regular", note)
     lr = "grid = {lr = [0.001, 0.002]}"
     plan = write_plan(tmp_path, f'[rows.dense]\nmethod = "dense"\n{lr}')
     flags = [plan, "--dataset=text", "--tokenizer=chars", "--context=8", "--model=tiny_text:gpt"]
     flags += [f"--data-dir={place}/text", "--batch-size=4", "--outer-iterations=2"]
     flags += ["--local-steps=2", "--progress=off", f"--dir={place}/runs"]
     assert compare(WORLD, parse(flags)) == 0
+    # The first rank of a machine reads for all of them.
+    assert {*opened} == (set() if WORLD.rank else {"train.txt"})
     # All read the same text: once is enough.
     reads: list[str] = []
     real = evaluate_text.share_text
@@ -327,7 +362,7 @@ def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, 
         compared([*flags, "--reveal"], tmp_path)
     with pytest.raises(UserError, match=r"another plan .* was revealed there"):
         compared([*flags, "--batch-size=2", "--resume"], tmp_path)
-    on_rank_0(lambda: Path(f"{place}/runs/outcomes/dense-1.json").unlink())
+    on_rank_0(lambda: Path(f"{place}/runs/dense-1/summary.json").unlink())
     with pytest.raises(UserError, match=r"dense-1 is missing .* whose plan was revealed"):
         compared([*flags, "--resume"], tmp_path)
 
@@ -337,14 +372,14 @@ def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, 
 def test_a_row_that_diverges_or_fails_says_so_and_ends_no_other(quiet, tmp_path, monkeypatch):
     diverging = '[rows.wild]\nmethod = "dense"\ngrid = {lr = [1e18, 1e17]}'
     plan = write_plan(tmp_path, diverging, LOCAL.replace("local]", "poor]"), DENSE)
-    real = run_rows.run_one
+    real = rows.job.run
 
-    def failing(bench, settings, dataset, row, *rest):
-        if row == "poor" and settings.seed == broken:
+    def failing(world, settings, *rest):
+        if "poor" in settings.run_dir and settings.seed == broken:
             raise UserError("no room for it")
-        return real(bench, settings, dataset, row, *rest)
+        return real(world, settings, *rest)
 
-    monkeypatch.setattr(run_rows, "run_one", failing)
+    monkeypatch.setattr(rows.job, "run", failing)
     broken = 1
     tables, _ = compared([plan], tmp_path, status=FAILURE)
     results = tables["Comparison:"]
@@ -378,9 +413,10 @@ def test_a_directory_that_is_there_is_refused_before_anything_runs(quiet, tmp_pa
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, monkeypatch):
-    monkeypatch.setattr(run_rows, "run_one", lambda *_, **__: pytest.fail("it was trained"))
+def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, tmp_path, monkeypatch):
+    monkeypatch.setattr(rows.job, "run", lambda *_: pytest.fail("it was trained"))
     flags = ["--methods", "dense", "prunex", "--groups=coupled", "--keep-by=parameters"]
+    flags.append(f"--dir={broadcast_text(WORLD, str(tmp_path))}")
     with pytest.raises(UserError, match="row prunex: --keep-ratio 1e-05 of the parameters"):
         compare(WORLD, parse([*TINY, *flags, "--keep-ratio=0.00001"]))
 
@@ -402,15 +438,13 @@ def test_networks_to_begin_with_are_looked_for_before_anything_runs(tmp_path, fl
     for name in ("dense-0", "half-0"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.safetensors").touch()
-    (tmp_path / "dense-0" / "summary.json").touch()
-    (tmp_path / "outcomes").mkdir()
-    (tmp_path / "outcomes" / "dense-0.json").touch()
+    (tmp_path / "dense-0" / "summary.json").write_text('{"status": "completed"}')
     options = parse([*TINY, *flags.replace("RUNS", str(tmp_path)).split()])
     if not missing:
-        kept_runs.check_networks(options)
+        rows.check_networks(options)
         return
     with pytest.raises(UserError, match=missing) as caught:
-        kept_runs.check_networks(options)
+        rows.check_networks(options)
     assert "\n" not in str(caught.value)
 
 
@@ -420,11 +454,11 @@ def test_networks_that_an_earlier_run_leaves_are_not_missed(tmp_path):
     flags = [f"--plan={plan}", "--seeds", "0", "1", f"--dir={tmp_path}/runs"]
     plan.write_text(f'[rows.dense]\nmethod = "dense"\n{later}')
     options = parse(flags)
-    kept_runs.check_networks(options)
+    rows.check_networks(options)
     plan.write_text(f'{later}[rows.dense]\nmethod = "dense"\n')
     options = parse(flags)
     with pytest.raises(UserError, match="row later, seed 0: --init-from"):
-        kept_runs.check_networks(options)
+        rows.check_networks(options)
 
 
 @pytest.mark.any_mpi
@@ -432,10 +466,9 @@ def test_networks_that_an_earlier_run_leaves_are_not_missed(tmp_path):
 def test_a_network_that_is_not_there_is_missed_on_every_rank(quiet, monkeypatch, tmp_path):
     monkeypatch.setattr(compare_methods, "take_places", pytest.fail)
     place = broadcast_text(WORLD, str(tmp_path))
+    flags = ["--methods=dense", "--seeds=3", f"--init-from={place}/x-{{seed}}", f"--dir={place}/d"]
     with pytest.raises(UserError, match=f"row dense, seed 3: --init-from '{place}/x-3' is neither"):
-        compare(
-            WORLD, parse([*TINY, "--methods=dense", "--seeds=3", f"--init-from={place}/x-{{seed}}"])
-        )
+        compare(WORLD, parse([*TINY, *flags]))
 
 
 @pytest.mark.mpi
@@ -443,13 +476,14 @@ def test_rows_by_epochs_that_round_to_other_steps_are_refused_before_they_train(
     quiet, tmp_path, monkeypatch
 ):
     plan = Path(broadcast_text(WORLD, str(tmp_path))) / "plan.toml"
-    rows = '[rows.{}]\nmethod = "dense"\nlocal-epochs = "{}"\nouter-iterations = {}\n'
+    row = '[rows.{}]\nmethod = "dense"\nlocal-epochs = "{}"\nouter-iterations = {}\n'
     if WORLD.rank == 0:
         # 12 steps an epoch: an eighth is 2, a half 6.
-        plan.write_text(rows.format("often", "1/8", 8) + rows.format("whole", "1/2", 2))
+        plan.write_text(row.format("often", "1/8", 8) + row.format("whole", "1/2", 2))
     WORLD.Barrier()
-    monkeypatch.setattr(run_rows, "run_one", pytest.fail)
+    monkeypatch.setattr(rows.job, "run", pytest.fail)
     flags = [*TINY[:5], f"--train-samples={60 * WORLD.size}", "--ranks-per-node=1"]
+    flags.append(f"--dir={plan.parent}/runs")
     options = parse([f"--plan={plan}", *flags, "--seeds=0"])
     with pytest.raises(UserError, match="whole has 48 and often 64"):
         compare(WORLD, options)
@@ -487,21 +521,8 @@ def test_an_interrupted_comparison_goes_on_and_parts_come_together(
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_path, monkeypatch):
-    alive: list[weakref.ref] = []
-    load = run_rows.Bench.load
-
-    def loaded(bench, settings):
-        # Those of the seed before are gone: both would not fit.
-        assert not [dataset for dataset in alive if dataset() is not None]
-        dataset = load(bench, settings)
-        alive.append(weakref.ref(dataset))
-        return dataset
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_rows.Bench, "load", loaded)
-        _, first = compared(["--methods", "dense", "--seeds", "0", "1"], tmp_path / "first")
-    assert len(alive) == 2
+def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_path):
+    _, first = compared(["--methods", "dense", "--seeds", "0", "1"], tmp_path / "first")
     flags = ["--methods", "local-sgd", "--seeds", "0", "1", "--distillation-alpha=0.1"]
     paths = [f"--{name}={first}/runs/dense-{{seed}}" for name in ("init-from", "teacher")]
     _, second = compared([*flags, *paths], tmp_path / "second")
@@ -533,56 +554,42 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     again = [*TINY, f"--train-samples={10 * WORLD.size}", *flags, f"--dir={place}/runs", "--resume"]
     with pytest.raises(UserError, match="another momentum"):
         compare(WORLD, parse([*again, "--momentum=0.5"]))
-    outcome = Path(place) / "runs" / "outcomes" / "local-sgd-0.json"
+    run, common = Path(place) / "runs" / "local-sgd-0", Path(place) / "runs" / "comparison.json"
     if WORLD.rank == 0:
-        kept = outcome.read_text(encoding="utf-8")
-        told = json.loads(kept)["place"]
-        assert told["sizes of the data"] == "num_classes 10 image_size 8"
-        assert told["MPI buffers"] == "host" and told["images held out"]
+        kept = common.read_text(encoding="utf-8")
+        assert json.loads(kept)["sizes of the data"] == "num_classes 10 image_size 8"
+        assert json.loads(kept)["MPI buffers"] == "host" and json.loads(kept)["images held out"]
+        assert not (run / "checkpoints").exists()
     for key in ("ranks on nodes", "MPI buffers", "images held out"):
         if WORLD.rank == 0:
-            wrong = {**json.loads(kept), "place": {key: "9 9"}}
-            outcome.write_text(json.dumps(wrong), encoding="utf-8")
+            wrong = {**json.loads(kept), key: "9 9"}
+            common.write_text(json.dumps(wrong), encoding="utf-8")
         WORLD.Barrier()
         with pytest.raises(UserError, match=f"other {key} \\('9 9'; here"):
             compare(WORLD, parse(again))
-    on_rank_0(lambda: outcome.write_text(kept, encoding="utf-8"))
+    on_rank_0(lambda: common.write_text(kept, encoding="utf-8"))
     with pytest.raises(UserError, match="is there already; --resume"):
         compare(WORLD, parse([word for word in again if word != "--resume"]))
-    on_rank_0(lambda: outcome.write_text("{"))
-    with pytest.raises(UserError, match="can't be read"):
-        compare(WORLD, parse(again))
-    # Nor is a run of somebody's removed that has the name of one, as what an interrupted one left.
-    on_rank_0(outcome.unlink)
-    with pytest.raises(UserError, match="does not know"):
-        compare(WORLD, parse(again))
-    run = Path(place) / "runs" / "local-sgd-0"
-    if WORLD.rank == 0:
-        (run / "summary.json").unlink()
-        (run / "checkpoints" / "000001").mkdir(parents=True)
-    WORLD.Barrier()
-    with pytest.raises(UserError, match="does not know"):
-        compare(WORLD, parse(again))
+    # One that has not ended is not trained by two jobs.
     held = FileLock(run / "lock")
     if WORLD.rank == 0:
-        shutil.rmtree(run / "checkpoints")
+        (run / "summary.json").unlink()
         held.acquire()
     WORLD.Barrier()
-    with pytest.raises(UserError, match="is being trained by another job"):
-        compare(WORLD, parse(again))
+    assert compare(WORLD, parse(again)) == FAILURE
     held.release()
     WORLD.Barrier()
     assert compare(WORLD, parse(again)) == 0
-    assert (Path(place) / "runs" / "local-sgd-0" / "summary.json").exists()
+    on_rank_0(lambda: (run / "network.json").write_text("{"))
+    with pytest.raises(UserError, match="local-sgd-0 can't be read"):
+        compare(WORLD, parse(again))
 
 
 def test_buffers_are_told_where_there_are_several_kinds():
-    host = torch.empty(1), torch.empty(1)
-    place = SimpleNamespace(describe=lambda: {"mpi": "some"})
     found = []
-    for device, staging in (("cpu", None), ("cuda", host), ("cuda", None)):
-        bench = run_rows.Bench(None, None, torch.device(device), Transport(8, staging), Heartbeat())
-        found.append(machine_of(place, bench).get("buffers"))
+    for device, buffers in (("cpu", "host"), ("cuda", "host"), ("cuda", "device")):
+        place = SimpleNamespace(describe=lambda: {"mpi": "some"}, device=torch.device(device))
+        found.append(machine_of(place, buffers).get("buffers"))
     assert found == [None, "MPI buffers on the host", "MPI buffers on the device"]
 
 
@@ -591,20 +598,20 @@ def test_buffers_are_told_where_there_are_several_kinds():
     [("", "resnet20"), ("--dataset=text", "gpt_nano"), ("--dataset=text --model=gpt", "gpt")],
 )
 def test_a_comparison_is_called_by_the_model_that_is_trained(flags, model):
-    topology = SimpleNamespace(world_size=2, num_nodes=1)
-    bench = SimpleNamespace(options=parse(["--methods=dense", *flags.split()]), topology=topology)
-    dataset = SimpleNamespace(train_total=1000, val_total=100)
-    assert title_of(bench, dataset).startswith(f"Comparison: {model}, ")
+    place = SimpleNamespace(topology=SimpleNamespace(world_size=2, num_nodes=1))
+    data = SimpleNamespace(train_total=1000, val_total=100)
+    options = parse(["--methods=dense", *flags.split()])
+    assert title_of(options, place, data).startswith(f"Comparison: {model}, ")
 
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_an_outcome_that_can_not_be_kept_ends_every_rank_alike(quiet, tmp_path, monkeypatch):
+def test_what_is_measured_and_can_not_be_kept_ends_every_rank_alike(quiet, tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("prunex_mpi.research.compare.kept_runs.write_json_durably", full)
-    with pytest.raises(UserError, match="local-sgd-0 can't be written: No space left"):
+    monkeypatch.setattr("prunex_mpi.research.compare.rows.write_json_durably", full)
+    with pytest.raises(UserError, match=r"network\.json can't be written: No space left"):
         compared(["--methods", "local-sgd"], tmp_path)
 
 
@@ -634,21 +641,32 @@ def test_what_can_not_be_written_is_refused_before_anything_runs(tmp_path):
             compare(WORLD, parse([*flags, nowhere]))
 
 
-def test_what_one_run_could_not_read_fails_no_other_run(monkeypatch):
-    reader = SimpleNamespace(error=None)
+@pytest.mark.any_mpi
+@pytest.mark.mpi(min_size=2)
+def test_a_comparison_that_is_stopped_goes_on_from_the_checkpoint_of_its_run(
+    quiet, tmp_path, monkeypatch
+):
+    flags = ["--methods", "dense", "prunex", *PRUNED_AT_ONCE, "--outer-iterations=4"]
+    _, undisturbed = compared(flags, tmp_path / "whole")
+    began: list[int] = []
+    real, decide = supervision.iterate, supervision.decide
 
-    def run_one(bench, settings, dataset, row, path, timed) -> Outcome:
-        if reader.error is not None:
-            raise reader.error
-        reader.error = UserError("x.png: Input/output error")
-        return Outcome(row, settings.seed, settings.lr, None, "")
+    def noted(topology, files, context, *rest):
+        began.append(context.state.position.iteration)
+        return real(topology, files, context, *rest)
 
-    monkeypatch.setattr(run_rows, "run_one", run_one)
-    bench = SimpleNamespace(
-        options=SimpleNamespace(folder=""),
-        topology=SimpleNamespace(world=MPI.COMM_SELF),
-        revealed=False,
-    )
-    data, row = SimpleNamespace(reader=reader), SimpleNamespace(name="dense")
-    found = [run_rows.train(bench, row, make(), {}, data, "dense-0") for _ in range(2)]
-    assert not any(run.failed for run in found)
+    def stopped(*given):
+        return (True, True) if len(began) == 2 else decide(*given)
+
+    monkeypatch.setattr(supervision, "iterate", noted)
+    monkeypatch.setattr(supervision, "decide", stopped)
+    with pytest.raises(UserError, match="stopped: go on with --resume --dir") as caught:
+        compared(flags, tmp_path / "parts")
+    assert caught.value.exit_code == PREEMPTED
+    _, place = compared([*flags, "--resume"], tmp_path / "parts")
+    assert began == [1, 1, 2]
+    timed = {"sync_s", "own_s", "local_s", "train_s", "forward_s", "dense_forward_s"}
+    timed |= {"forward_spread", "curve"}
+    for one, other in zip(whole(undisturbed)["outcomes"], whole(place)["outcomes"], strict=True):
+        a, b = ({**run["measured"], **dict.fromkeys(timed)} for run in (one, other))
+        assert a == b

@@ -164,7 +164,7 @@ def test_bytes_of_fragments_are_those_that_a_run_counts(payload, changes):
     with nodes_of(1) as topology:
         text = forecast(settings, topology, NOTHING_KNOWN)
         context = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
-        records = list(driver_of(settings).outer_iterations(topology, context))
+        records = list(outer_iterations(topology, context))
     if WORLD.size == 1:
         return
     payloads = [record["bytes"]["payload"] for record in records]

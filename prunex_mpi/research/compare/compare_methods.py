@@ -4,26 +4,27 @@ First the settings that a plan leaves open are chosen: every row has the same nu
 the same share of its length, and the best by the images held out is taken. Then all rows are
 trained: seeds are the outer loop and rows the inner one, so that a machine which changes its pace
 in the course of hours meets all rows alike. A run that diverges or fails is a row that says so. No
-run reads a test image; what does is the last pass of `--reveal`, when all runs are there.
+run opens test data; what does is the last pass of `--reveal`, when all runs are there.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE
-from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.comm.agreement import broadcast_text, require_same, run_on_first
+from prunex_mpi.comm.preemption import ReceivedSignal, catching
 from prunex_mpi.config.resolve import FIELDS, defaults
-from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.diagnosis.devices import resolve_mpi_buffers
 from prunex_mpi.diagnosis.facts import recorded_versions
-from prunex_mpi.research.compare import kept_runs
+from prunex_mpi.research.compare import rows
 from prunex_mpi.research.compare.compare_options import Options
 from prunex_mpi.research.compare.comparison_tables import show
+from prunex_mpi.research.compare.data import Data, check_place, look_at_data
 from prunex_mpi.research.compare.outcomes import (
     Comparison,
     Outcome,
@@ -35,126 +36,109 @@ from prunex_mpi.research.compare.outcomes import (
 )
 from prunex_mpi.research.compare.plan import Row, settings_of
 from prunex_mpi.research.compare.reveal import read_reveal, reveal, tested
-from prunex_mpi.research.compare.run_rows import (
-    Bench,
-    check_equal_work,
-    check_possible,
-    first_held_out,
-    run_row,
-    run_trial,
-)
+from prunex_mpi.run.directory import new_folder
 from prunex_mpi.run.program import watched
-from prunex_mpi.run.start import (
-    Place,
-    apply_findings,
-    check_launched_together,
-    find_transport,
-    take_places,
-)
+from prunex_mpi.run.start import Place, check_launched_together, take_places
+
+# Trains a run of the plan to its end, unless that is done. Collective on `world`.
+Do = Callable[[rows.Run], Outcome]
 
 
 def compare(world: MPI.Comm, options: Options) -> int:
-    """Compare under the eyes of a watchdog; world rank 0 prints and writes. Collective."""
+    """Compare; world rank 0 prints and writes. Collective on `world`."""
     if options.sources:
         run_on_first(world, lambda: show_again(options))
         return 0
-    timeout_s = settings_of(options.common, options.rows[0], options.seeds[0]).timeout
-    with watched(world, timeout_s) as watchdog:
-        found = run_all(world, options, watchdog.heartbeat)
-        run_on_first(world, lambda: show(options, found))
-        # Nobody leaves while another may still need the job.
-        world.Barrier()
+    if not options.folder:
+        name = f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = broadcast_text(world, "" if world.rank else new_folder(name))
+        options = replace(options, folder=folder)
+    with catching(world.rank) as received:
+        found = run_all(world, options, received)
+    run_on_first(world, lambda: show(options, found))
+    # Nobody leaves while another may still need the job.
+    world.Barrier()
     return FAILURE if any(run.failed for run in found.outcomes) else 0
 
 
 def show_again(options: Options) -> None:
     """Show what files hold; raise UserError."""
-    kept_runs.prepare(options)
+    rows.prepare(options)
     show(options, join([read_comparison(path) for path in options.sources]))
 
 
-def run_all(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> Comparison:
-    """Tune and run all rows of this job's part. Collective."""
+def run_all(world: MPI.Comm, options: Options, received: ReceivedSignal) -> Comparison:
+    """Tune and run all rows of this job's part. Collective on `world`."""
     set_up_logging(world.rank, world.size)
     check_launched_together(world)
     agreed = repr((options, recorded_versions()))
     require_same(world, "the flags or the versions of the software", agreed)
-    rows, protocol = options.rows, options.protocol
-
-    def prepare() -> None:
-        kept_runs.prepare(options)
-        if options.reveal:
-            kept_runs.require_all(options)
-        kept_runs.check_networks(options)
-
-    run_on_first(world, prepare)
+    run_on_first(world, lambda: rows.prepare(options))
     revealed = read_reveal(world, options)
-    first = settings_of(options.common, rows[0], options.seeds[0])
+    first = options.first_settings(options.rows[0])
     ranks_per_node = options.common.get("ranks_per_node", 0)
     with take_places(world, ranks_per_node, first.device) as place:
-        topology = place.topology
         if world.rank == 0:
-            log.info("%s", place.layout)
-        apply_findings(place, first)
-        transport = find_transport(place, first)
-        around = topology, options, place.device, transport, heartbeat
-        bench = Bench(*around, revealed=options.reveal or bool(revealed))
-        check_equal_work(bench)
-        tunings = tune_all(bench, rows) if options.tunes else []
-        chosen = {tuning.row: tuning for tuning in tunings}
-        outcomes: list[Outcome] = []
-        for seed in options.seeds:
-            # Those of one seed at a time: they may fill the memory.
-            title, data = confirm_all(bench, seed, chosen, outcomes)
-        if options.reveal or revealed:
-            if options.reveal:
-                revealed = reveal(place, options, outcomes, heartbeat)
+            log.info("%s; runs in %s", place.layout, options.folder)
+        buffers, _ = resolve_mpi_buffers(place.topology, first.mpi_buffers, place.device)
+        with watched(world, first.timeout) as watchdog:
+            data = look_at_data(place, options, watchdog.heartbeat)
+            check_place(world, options, place, data, buffers)
+        closed = options.reveal or bool(revealed)
+        do = partial(rows.do, world, options, data=data, received=received, revealed=closed)
+        tunings = [tune(options, do, row, data) for row in options.rows if options.tunes]
+        outcomes = confirm_all(options, do, tunings)
+        if options.reveal:
+            with watched(world, first.timeout) as watchdog:
+                revealed = reveal(place, options, outcomes, watchdog.heartbeat)
+        if revealed:
             outcomes = tested(options, outcomes, revealed)
+        protocol = options.protocol
         return Comparison(
-            title=title,
-            machine=machine_of(place, bench),
-            rows=tuple(row.name for row in rows),
+            title=title_of(options, place, data),
+            machine=machine_of(place, buffers),
+            rows=tuple(row.name for row in options.rows),
             seeds=options.seeds,
             tunings=tuple(tunings),
             outcomes=tuple(outcomes),
-            notes=tuple(notes_of(bench)),
-            data=" ".join(filter(None, (data, revealed.get("images", "")))),
+            notes=tuple(notes_of(options, place)),
+            data=" ".join(filter(None, (data.told, revealed.get("images", "")))),
             plan=options.plan,
             protocol={
                 **asdict(protocol),
                 "length": str(protocol.length),
-                "validation": settings_of(options.common, rows[0], 0).val_split,
+                "validation": first.val_split,
             },
             revealed=revealed.get("at", ""),
-            own_length=tuple(row.name for row in rows if row.own_length),
+            own_length=tuple(row.name for row in options.rows if row.own_length),
         )
 
 
-def machine_of(place: Place, bench: Bench) -> dict[str, str]:
+def machine_of(place: Place, buffers: str) -> dict[str, str]:
     """Return what a comparison names its machine by; on a CPU there is one kind of buffers."""
-    buffers = {"buffers": f"MPI buffers on the {bench.buffers}"}
-    return place.describe() | (buffers if bench.device.type != "cpu" else {})
+    told = {"buffers": f"MPI buffers on the {buffers}"}
+    return place.describe() | (told if place.device.type != "cpu" else {})
 
 
-def title_of(bench: Bench, dataset: Dataset) -> str:
+def title_of(options: Options, place: Place, data: Data) -> str:
     """Return what a comparison is of."""
-    options, topology = bench.options, bench.topology
     # Not those of the first row, which may have its own: parts with others are joined.
-    first = settings_of(options.common, options.rows[0], options.seeds[0])
+    first = options.first_settings(options.rows[0])
     preset = options.common.get("preset", FIELDS["preset"].default)
     usual = defaults(preset, first.method, dataset=options.common.get("dataset", ""))
     model = options.common.get("model", usual["model"])
     batch = options.common.get("batch_size", first.batch_size)
+    topology = place.topology
     return (
-        f"Comparison: {model}, {first.dataset}, {dataset.train_total:,} to train on and "
-        f"{dataset.val_total:,} held out, {topology.world_size} ranks on "
+        f"Comparison: {model}, {first.dataset}, {data.train_total:,} to train on and "
+        f"{data.val_total:,} held out, {topology.world_size} ranks on "
         f"{topology.num_nodes} nodes, batch {batch} per rank"
     )
 
 
-def notes_of(bench: Bench) -> list[str]:
+def notes_of(options: Options, place: Place) -> list[str]:
     """Return what tables say of how settings were chosen, and of lengths."""
-    options, protocol = bench.options, bench.options.protocol
+    protocol = options.protocol
     notes = ["settings as the rows give them; nothing was tuned"]
     if options.tunes:
         notes = [
@@ -163,70 +147,41 @@ def notes_of(bench: Bench) -> list[str]:
         ]
     if options.length != 1:
         notes.append(f"{options.length} of each row's outer iterations")
-    if bench.topology.num_nodes == 1:
+    if place.topology.num_nodes == 1:
         notes.append("one node: nothing leaves the machine; see --ranks-per-node")
     return notes
 
 
-# --------------------------------------------------------------------------------------------------
-# What a plan leaves open
-# --------------------------------------------------------------------------------------------------
+def tune(options: Options, do: Do, row: Row, data: Data) -> Tuning:
+    """Try every point of a row's grid. Collective on `world`."""
+    runs = tuple(do(run) for run in rows.trials_of(options, row))
+    best = max(runs, key=lambda run: run.score).measured
+    chance = best is None or at_chance(best.quality, data.classes, data.val_total)
+    return Tuning(row.name, runs, chance)
 
 
-def tune_all(bench: Bench, rows: Sequence[Row]) -> list[Tuning]:
-    """Try every point of each row's grid. Collective on `world`."""
-    options, found = bench.options, []
-    first = settings_of(options.common, rows[0], options.protocol.tune_seed)
-    with closing(bench.load(first)) as dataset:
-        check_possible(bench, rows, dataset)
-        for row in rows:
-            runs = [run_trial(bench, row, number, dataset) for number in range(len(row.points))]
-            best = max(runs, key=lambda run: run.score)
-            quality = best.measured and best.measured.quality
-            chance = quality is None or at_chance(quality, dataset.num_classes, dataset.val_total)
-            found.append(Tuning(row.name, tuple(runs), chance))
-    return found
-
-
-def confirm_all(
-    bench: Bench, seed: int, chosen: Mapping[str, Tuning], outcomes: list[Outcome]
-) -> tuple[str, str]:
-    """Train all rows with one seed, and add what came of it to `outcomes`.
-
-    Returns what the comparison is of, and what tells its images apart. Collective on `world`.
-    """
-    options, rows = bench.options, bench.options.rows
-    apart = [row.name for row in rows if row.own_length]
-    with closing(bench.load(settings_of(options.common, rows[0], seed))) as dataset:
-        if not outcomes and not chosen:
-            check_possible(bench, rows, dataset)
-        for row in rows:
-            outcomes.append(confirm(bench, row, seed, chosen.get(row.name), dataset))
+def confirm_all(options: Options, do: Do, tunings: Sequence[Tuning]) -> list[Outcome]:
+    """Train all rows with all seeds, each at the best point of its grid. Collective on `world`."""
+    chosen = {tuning.row: tuning for tuning in tunings}
+    apart = [row.name for row in options.rows if row.own_length]
+    outcomes: list[Outcome] = []
+    for seed in options.seeds:
+        for row in options.rows:
+            outcomes.append(confirm(options, do, row, seed, chosen.get(row.name)))
             require_same_work(outcomes, apart)
-        told = dataset.digest, first_held_out(bench.topology.world, dataset)
-        return title_of(bench, dataset), " ".join(filter(None, told))
+    return outcomes
 
 
-def confirm(bench: Bench, row: Row, seed: int, tuning: Tuning | None, dataset: Dataset) -> Outcome:
+def confirm(options: Options, do: Do, row: Row, seed: int, tuning: Tuning | None) -> Outcome:
     """Train a row with one seed at the best point of its grid, if there is one.
 
     Collective on `world`.
     """
-    number, problem, failed = 0, "", False
-    if tuning is not None:
-        best = agreed_best(bench.topology.world, tuning)
-        failed = any(run.failed for run in tuning.runs)
-        problem = "a trial failed, so nothing is chosen" if failed else ""
-        problem = problem or ("diverged in every trial" if best is None else "")
-        number = best or 0
-    point: Mapping[str, Any] = row.points[number]
-    if problem:
-        lr = settings_of(bench.options.common, row, seed, point).lr
-        return Outcome(row.name, seed, lr, None, problem, failed=failed)
-    return run_row(bench, row, seed, point, dataset)
-
-
-def agreed_best(world: MPI.Comm, tuning: Tuning) -> int | None:
-    """Return what is the best trial as world rank 0 saw it. Collective on `world`."""
-    text = broadcast_text(world, "" if tuning.best is None else str(tuning.best))
-    return int(text) if text else None
+    if tuning is None:
+        return do(rows.run_of(options, row, seed))
+    failed = any(run.failed for run in tuning.runs)
+    if not failed and tuning.best is not None:
+        return do(rows.run_of(options, row, seed, tuning.best))
+    problem = "a trial failed, so nothing is chosen" if failed else "diverged in every trial"
+    lr = settings_of(options.common, row, seed, row.points[0]).lr
+    return Outcome(row.name, seed, lr, None, problem, failed=failed)

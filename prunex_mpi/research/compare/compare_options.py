@@ -39,17 +39,16 @@ from prunex_mpi.settings.values import AUTO
 class Options:
     """What to compare; `common` holds converted values by field name.
 
-    `rows` and `seeds` are those of this job, `whole` all rows that the plan has; `plan` is a digest
-    of it and of the flags that change it. With `reveal` the networks of a comparison that is done
-    are tested. Times and bytes to each of `targets` are told. With `sources` nothing is trained:
-    these files are shown as one.
+    `rows` and `seeds` are those of this job; `plan` is a digest of all that the plan says, and of
+    the flags that change it. With `reveal` the networks of a comparison that is done are tested.
+    Times and bytes to each of `targets` are told. With `sources` nothing is trained: these files
+    are shown as one.
     """
 
     rows: tuple[Row, ...]
     seeds: tuple[int, ...]
     common: Mapping[str, Any]
     protocol: Protocol
-    whole: tuple[Row, ...]
     plan: str
     length: Fraction
     reveal: bool
@@ -117,8 +116,8 @@ def build_parser() -> Parser:
         help="tell seconds and bytes to this accuracy (0.7), or to this loss (1.8), on images held "
         "out",
     )
-    add("--dir", metavar="DIR", help="keep each run's directory, named ROW-SEED, in DIR")
-    add("--resume", action="store_true", help="take over the runs that --dir has already")
+    add("--dir", metavar="DIR", help="folder of the runs, named ROW-SEED [a new one in runs/]")
+    add("--resume", action="store_true", help="go on with the runs that --dir has already")
     add("--json", metavar="FILE", help="write all there is to know there")
     add_settings(parser, COMMON, defaults("recipe", BY_NAME["prunex"]))
     return parser
@@ -160,7 +159,6 @@ def parse(argv: Sequence[str]) -> Options:
         seeds=_seeds(asked, protocol, path),
         common=common,
         protocol=protocol,
-        whole=every,
         plan=_digest([table, changing, str(length)]),
         length=length,
         reveal=reveal,

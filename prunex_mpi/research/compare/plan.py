@@ -51,8 +51,11 @@ from prunex_mpi.settings.fields import OF_SECTION, OF_THE_JOB, Settings, key_of
 from prunex_mpi.settings.values import AUTO, to_fraction
 
 # What the comparison itself decides, or what only a run of its own can do.
-OWN = ("seed", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run")
-ALONE = ("rack_of", "resume", "checkpoint_every", "time_limit", "tensorboard", "trace")
+OWN = ("seed", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", "test_data")
+ALONE = (
+    *("rack_of", "resume", "checkpoint_every", "time_limit", "tensorboard", "trace"),
+    *("on_node_loss", "min_nodes"),
+)
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))
 # What a shorter run has fewer of, or more often.
 COUNTING_ITERATIONS = ("outer_iterations", "evaluate_every", "prunetrain_reconfigure_every")
@@ -96,6 +99,10 @@ class Row:
     def folder(self) -> str:
         """The name of the row as that of a folder."""
         return re.sub(r"[^A-Za-z0-9._=-]+", "-", self.name)
+
+    def run_name(self, seed: int) -> str:
+        """Return the name of a run's folder."""
+        return f"{self.folder}-{seed}"
 
     @property
     def points(self) -> list[dict[str, Any]]:
@@ -253,6 +260,9 @@ def settings_of(
     """
     values = {name: value for name, value in common.items() if meant_for(name, row)}
     values |= {**row.own, **(point or {}), "method": row.method, "seed": seed}
+    if values.get("val_split"):
+        # No run opens test data; --reveal does.
+        values["test_data"] = False
     preset = values.pop("preset", FIELDS["preset"].default)
     if BY_NAME[row.method].consensus:
         # An early stop would spare it work that the others do.
@@ -324,7 +334,7 @@ def digest_of(settings: Settings) -> str:
     told = {
         name: str(value)
         for name, value in flat_values(settings).items()
-        if name not in (*OF_THE_JOB, "preset", "seed", "lr")
+        if name not in (*OF_THE_JOB, "preset", "seed", "lr", "test_data")
         and concerns(name, settings.method)
         and value != FIELDS[name].default
     }

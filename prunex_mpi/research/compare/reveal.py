@@ -19,11 +19,10 @@ from prunex_mpi.base.files import read_text, telling_disk_errors, write_json_dur
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, run_collectively, run_on_first
-from prunex_mpi.research.compare import kept_runs
 from prunex_mpi.research.compare.compare_options import Options
+from prunex_mpi.research.compare.data import digest_of_images
 from prunex_mpi.research.compare.outcomes import Outcome, Quality
 from prunex_mpi.research.compare.plan import named
-from prunex_mpi.research.compare.run_rows import digest_of_images
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
@@ -102,7 +101,7 @@ def reveal(
 
 def name_of(options: Options, run: Outcome) -> str:
     """Return the name of the folder that has the network of a run."""
-    return kept_runs.run_name(next(r for r in options.rows if r.name == run.row), run.seed)
+    return next(row for row in options.rows if row.name == run.row).run_name(run.seed)
 
 
 def tested(
