@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE
 from prunex_mpi.base.logs import log, set_up_logging
+from prunex_mpi.base.signals import ReceivedSignal, catching
 from prunex_mpi.comm.agreement import broadcast_text, require_same, run_on_first
-from prunex_mpi.comm.preemption import ReceivedSignal, catching
 from prunex_mpi.config.resolve import FIELDS, defaults
 from prunex_mpi.diagnosis.devices import resolve_mpi_buffers
 from prunex_mpi.diagnosis.facts import recorded_versions
@@ -53,7 +53,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
         name = f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = broadcast_text(world, "" if world.rank else new_folder(name))
         options = replace(options, folder=folder)
-    with catching(world.rank) as received:
+    with catching() as received:
         found = run_all(world, options, received)
     run_on_first(world, lambda: show(options, found))
     # Nobody leaves while another may still need the job.

@@ -16,8 +16,9 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_on_first
+from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.loading import CPU, load_dataset
-from prunex_mpi.core.problem import make_groups, make_model
+from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.schedule import steps_with, total_steps
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset

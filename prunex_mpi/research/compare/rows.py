@@ -35,13 +35,13 @@ from prunex_mpi.base.files import (
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.record_keys import CONSENSUS_PHASES
+from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     run_collectively,
     run_collectively_while,
     run_on_first,
 )
-from prunex_mpi.comm.preemption import ReceivedSignal
 from prunex_mpi.config.cli import read_saved, resumed_by_tokenizer
 from prunex_mpi.config.resolve import FIELDS, first_difference, flat_values
 from prunex_mpi.core.problem import make_model
