@@ -4,10 +4,10 @@
 
 trains a small network on four hosts of so many ranks, each way in a run of its own: `calm` without
 faults; `in-place` with ranks that are killed or stopped, where the others go on in the same
-processes, and the next job, for all, is started before the host counts as back; `relaunch` with
+processes, and leave with a checkpoint for a job on all once the host is back; `relaunch` with
 hosts that are killed with MPI's daemon, or cut off, where `prunex_mpi.elastic` starts the job again
 on the rest; `requeue` with the faults of either, where the job waits for the host and goes on from
-its checkpoint. A host is away for a minute, or until a job takes over on all. A step takes a tenth
+its checkpoint. A host is away for a minute, or until a job starts on all. A step takes a tenth
 of a second of sleep, so that the hosts, which share processors, do not slow each other down.
 Printed is a table: useful steps over what hosts that were there could have done, by the rate of the
 calm run.
@@ -43,7 +43,7 @@ FAULTS = {"in-place": ("kill", "kill", "stop"), "relaunch": ("host", "link")}
 QUEUED = {"requeue-ranks": "in-place", "requeue-hosts": "relaunch"}
 WAYS = ("calm", *FAULTS, *QUEUED)
 PER_HOUR = {"in-place": 125.0, "relaunch": 12.0}
-# What the launcher says when a job takes over on all hosts.
+# What the launcher says when a job starts on all hosts.
 TAKEN = f"elastic: starting on {NODES} of {NODES}"
 DETECTOR = {"": "1", "_thread": "1", "_period": "0.25", "_timeout": "1"}
 TRAIN = (
