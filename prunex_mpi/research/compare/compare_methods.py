@@ -54,6 +54,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
         folder = broadcast_text(world, "" if world.rank else new_folder(name))
         options = replace(options, folder=folder)
     with catching() as received:
+        received.quiet = world.rank > 0
         found = run_all(world, options, received)
     run_on_first(world, lambda: show(options, found))
     # Nobody leaves while another may still need the job.
