@@ -7,13 +7,9 @@ parsed.
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from prunex_mpi.base.single_process import run_single_process
 from prunex_mpi.tools.export_options import Options, parse
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,16 +22,6 @@ def export(options: Options) -> None:
     from prunex_mpi.tools.export_run import export
 
     export(options)
-
-
-def smaller(model: "nn.Module", images: "Tensor") -> "nn.Module":
-    """Return a copy of a masked model without what its masks removed, see tools/export_run.py.
-
-    `images`, float [n, 3, S, S], are such as it is made for: what stays constant on them can go.
-    """
-    from prunex_mpi.tools.export_run import smaller
-
-    return smaller(model, images)
 
 
 if __name__ == "__main__":

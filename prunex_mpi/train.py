@@ -5,20 +5,15 @@ anything slow is imported, MPI and torch are imported after the flags are parsed
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from prunex_mpi.base.signals import ReceivedSignal, catching
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from mpi4py import MPI
 
-    from prunex_mpi.core.losses import Loss
-    from prunex_mpi.run.from_python import Data, Training
     from prunex_mpi.settings.fields import Settings
 
 
@@ -47,24 +42,6 @@ def train(
 
         run = survival.run if settings.on_node_loss == "continue" else job.run
         return run(world, settings, watchdog, received)
-
-
-@contextmanager
-def training(
-    world: "MPI.Comm",
-    settings: "Settings",
-    model: "nn.Module",
-    data: "Data",
-    loss: "Loss | None" = None,
-) -> Iterator["Training"]:
-    """Have a run of one's own model and data for the time of the block, see run/from_python.py.
-
-    Collective on `world`, at both ends.
-    """
-    from prunex_mpi.run import from_python
-
-    with from_python.training(world, settings, model, data, loss) as run:
-        yield run
 
 
 if __name__ == "__main__":

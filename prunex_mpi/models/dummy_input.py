@@ -57,12 +57,6 @@ def try_forward(model: nn.Module, inputs: Inputs) -> None:
         raise ValueError(f"it returns {found} for one {inputs.unit}, not {list(wanted)}")
 
 
-def settle(model: nn.Module, inputs: Inputs) -> None:
-    """Run a dummy input in evaluation mode, so that tensors that modules cache have no gradient."""
-    with evaluating(model):
-        model(dummy_input(model, inputs))
-
-
 def probe(model: nn.Module, inputs: Inputs) -> list[float]:
     """Return the logits of a fixed input in evaluation mode, a fingerprint of the network."""
     with evaluating(model):

@@ -348,21 +348,7 @@ def assemble(
     heartbeat.enter("model")
     inputs = inputs_from(dataset.sizes())
     model = run_collectively(topology.world, lambda: make_model(settings, inputs))
-    return assemble_around(topology, settings, dataset, model, device, transport, heartbeat, reads)
-
-
-def assemble_around(
-    topology: Topology,
-    settings: Settings,
-    dataset: Dataset | TextSet,
-    model: torch.nn.Module,
-    device: torch.device,
-    transport: Transport,
-    heartbeat: Heartbeat,
-    reads: bool = False,
-) -> RunContext:
-    """Do the rest of `assemble` with a model, which is on the CPU. Collective on `world`."""
-    world, inputs = topology.world, inputs_from(dataset.sizes())
+    world = topology.world
     run_collectively(world, lambda: check_state_dict(model))
     run_on_first(world, lambda: check_transient(model, inputs))
     if ":" in settings.model:

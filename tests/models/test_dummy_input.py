@@ -14,7 +14,6 @@ from prunex_mpi.models.dummy_input import (
     moved_in_training,
     probe,
     reads_ahead,
-    settle,
     transient_buffers,
     try_forward,
 )
@@ -44,7 +43,7 @@ def modes(model: nn.Module) -> list[bool]:
 
 @pytest.mark.parametrize(
     "look",
-    [try_forward, settle, probe, find_ends, find_coupling],
+    [try_forward, probe, find_ends, find_coupling],
     ids=["try_forward", "settle", "probe", "find_ends", "find_coupling"],
 )
 def test_a_frozen_norm_stays_frozen(look):
