@@ -211,7 +211,7 @@ def load_dataset(
     # Ranks with other numbers of steps would wait for each other for ever.
     require_same(
         world,
-        f"the numbers, names, labels or sizes of the images of {settings.dataset}",
+        f"the numbers, order, names, labels or sizes of the images of {settings.dataset}",
         repr((totals, dataset.digest)),
     )
     if world.rank == 0 and dataset.left_out:

@@ -10,10 +10,12 @@ the tokens is to test on, as in nanoGPT. It is read in pieces that end where a l
 """
 
 import codecs
+import json
 import os
 import re
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -254,7 +256,7 @@ def prepare(
     read = [path for part in parts for path in part]
     looks = [_Look() for _ in parts]
     texts = [pieces_of(part, going, look) for part, look in zip(parts, looks, strict=True)]
-    lost: set[str] = set()
+    lost: Counter[str] = Counter()
     if name == BYTES:
         tokenizer = Tokenizer(BYTES, 256)
         encode, place = _encoded_bytes, None
@@ -303,7 +305,8 @@ def prepare(
     found, rest = _found(data_dir, files, parts, length), sorted({*files}.difference(*parts))
     lacking = [f"not read: {listed(str(path.relative_to(data_dir)) for path in rest)}"] * bool(rest)
     if lost:
-        lacking += [f"the tokenizer loses characters: {listed(map(repr, sorted(lost)))}"]
+        counted = listed(f"{one!r} ({count:,})" for one, count in lost.most_common())
+        lacking += [f"the tokenizer loses {lost.total():,} characters: {counted}"]
     sizes = length, begin, test_bytes
     more = digest, told, found, "; ".join(lacking)
     return Prepared(tokenizer, shards, kind, temporary, *sizes, *more)
@@ -462,15 +465,23 @@ def _encoded_characters(characters: str, text: Iterable[str]) -> Iterator[np.nda
     return (encode_characters(piece, characters) for piece in text)
 
 
-def _encoded(encoder: Any, lost: set[str], text: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield the tokens of each piece; add to `lost` characters that some of them do not give."""
+def _encoded(encoder: Any, lost: Counter[str], text: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yield the tokens of each piece; count in `lost` the characters that they don't give back."""
+    model = json.loads(encoder.to_str())["model"]
+    unknown = model.get("unk_id")
+    if unknown is None and model.get("unk_token") is not None:
+        unknown = encoder.token_to_id(model["unk_token"])
     pieces = iter(text)
     while batch := list(islice(pieces, PIECES_AT_ONCE)):
-        encoded = encoder.encode_batch(batch, add_special_tokens=False)
-        # One of many, which takes little time: the last, as it is of what is tested on, too.
-        lost |= {*batch[-1]} - {*encoder.decode(encoded[-1].ids, skip_special_tokens=False)}
-        for found in encoded:
-            yield np.array(found.ids, dtype=np.int64)
+        encoded = [found.ids for found in encoder.encode_batch(batch, add_special_tokens=False)]
+        # The name of the unknown token has characters that the text may lack.
+        known = [[number for number in numbers if number != unknown] for numbers in encoded]
+        decoded = encoder.decode_batch(known, skip_special_tokens=False)
+        for piece, given in zip(batch, decoded, strict=True):
+            if piece != given:
+                lost += Counter(piece) - Counter(given)
+        for numbers in encoded:
+            yield np.array(numbers, dtype=np.int64)
 
 
 def _place_of_character(piece: str, number: int) -> int:

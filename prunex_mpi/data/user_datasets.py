@@ -28,6 +28,8 @@ from prunex_mpi.data.sources import Source, source_of_files
 
 # Where torchvision's data sets hold the labels of all their items.
 OF_LABELS = ("targets", "labels")
+# Of each split, evenly spread: ranks that hold them in different orders differ in some.
+COMPARED_ITEMS = 8
 IMAGES = "a PIL image, or uint8 [3, H, W] or [1, H, W]"
 
 
@@ -68,6 +70,8 @@ def find_user_images(
     digest = hashlib.blake2b("\0".join(class_names).encode(errors="surrogateescape"), digest_size=8)
     for split in splits:
         digest.update(f"{len(split.labels)} ".encode() + split.labels.numpy().tobytes())
+        for content in _some_items(split, going):
+            digest.update(content)
     images = f"{counts[0]:,} images to train on and {counts[1]:,} to test on"
     return source_of_files(
         [_files_of(split, image_size, side) for split in splits],
@@ -78,6 +82,28 @@ def find_user_images(
         class_names=class_names,
         digest=digest.hexdigest(),
     )
+
+
+def _some_items(split: UserSplit, going: Callable[[], None]) -> Iterator[bytes]:
+    """Yield what tells some fixed images of a split from others, to find another order of items.
+
+    Images that change from one reading to the next, and damaged ones, tell nothing.
+    """
+
+    def read(index: int) -> bytes:
+        going()
+        try:
+            image, _ = read_item(split.data, index, split.name)
+            found = to_pil_image(image, f"{split.name}[{index}]")
+        except UserError:
+            # It is refused, or replaced, where it is needed.
+            return b""
+        return repr(found.size).encode() + found.tobytes()
+
+    count = len(split.labels)
+    for index in sorted({count * place // COMPARED_ITEMS for place in range(COMPARED_ITEMS)}):
+        content = read(index)
+        yield content if content == read(index) else b""
 
 
 def _make_splits(

@@ -16,6 +16,7 @@ from prunex_mpi.data.text_files import (
     decode,
     encode_characters,
     find_text_files,
+    forget,
     prepare,
     prepared_from,
     split_files,
@@ -200,13 +201,27 @@ def test_a_tokenizer_that_loses_characters_is_told_of(tmp_path, scratch):
     made.decoder = tokenizers.decoders.Fuse()
     made.save(str(tmp_path / "tokenizer.json"))
     name, file = str(tmp_path / "tokenizer.json"), written(tmp_path, "abÄÖab")
-    assert read_text_data(str(file), name).lacking == "the tokenizer loses characters: 'Ä', 'Ö'"
+    told = "the tokenizer loses 2 characters: 'Ä' (1), 'Ö' (1)"
+    assert read_text_data(str(file), name).lacking == told
     file.write_text("ÄÖ")
     with pytest.raises(UserError, match="makes no tokens of the text") as caught:
         prepare(str(file), name)
     assert caught.value.exit_code == UNREADABLE and not list(scratch.iterdir())
     file.write_text("abab")
     assert not prepare(str(file), name).lacking
+
+
+def test_lost_and_unknown_characters_of_all_pieces_are_counted(tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 4)
+    vocabulary = {"a": 0, "b": 1, "\n": 2, "UNK": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="UNK"))
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(tmp_path / "tokenizer.json"))
+    file = written(tmp_path, "aU\n" + "ab\n" * 10 + "UK\n" + "ab\n" * 10)
+    prepared = prepare(str(file), str(tmp_path / "tokenizer.json"))
+    forget(prepared.files)
+    assert prepared.lacking == "the tokenizer loses 3 characters: 'U' (2), 'K' (1)"
 
 
 def test_every_python_has_text():

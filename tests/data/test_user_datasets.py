@@ -199,6 +199,24 @@ def test_numbers_and_names_of_classes(made):
         assert classes(none) == (3, ())
 
 
+def test_another_order_of_items_is_another_data_set(made):
+    images = [np.full((3, 4, 4), 3 * number, dtype=np.uint8) for number in range(80)]
+    first = made(Own(images, [0, 1] * 40)).digest
+    assert made(Own(images, [0, 1] * 40)).digest == first
+    # The labels are the same in both orders.
+    assert made(Own(images[2:] + images[:2], [0, 1] * 40)).digest != first
+
+
+def test_images_that_change_with_each_reading_are_no_other_data_set(made):
+    class Noisy(Own):
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return np.random.randint(0, 255, image.shape).astype(np.uint8), label
+
+    kinds = [Noisy([np.zeros((3, 4, 4), dtype=np.uint8)] * 6, [0, 1] * 3) for _ in range(2)]
+    assert made(kinds[0]).digest == made(kinds[1]).digest
+
+
 def test_images_are_mirrored_unless_their_data_set_says_no(made):
     assert [made(items(**a)).flip for a in ({}, {"flip": True}, {"flip": False})] == [1, 1, 0]
     assert made([(np.zeros((3, 32, 32), np.uint8), 0)]).pad == 4
