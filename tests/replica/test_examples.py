@@ -1,0 +1,44 @@
+"""The examples of loops of one's own run as they stand."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import environment, launcher
+
+pytestmark = [pytest.mark.jobs]
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# The least accuracy, or the most of a loss at the end.
+DIGITS = r"5226 of 19658 parameters, accuracy (0\.\d+), \d\.\d\d MiB left a node"
+LLAMA = r"(\d+) of 106816 parameters, loss \d\.\d\d -> (\d\.\d\d)"
+TRAINER = r"6 exchanges, loss (\d\.\d\d), \d\.\d\d MiB sent"
+
+
+def output_of(name: str) -> str:
+    """Return what an example prints on two ranks."""
+    command = [*launcher(), "-n", "2", sys.executable, str(EXAMPLES / f"{name}.py")]
+    found = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def test_digits_become_known_by_a_smaller_network() -> None:
+    found = re.search(DIGITS, output_of("digits"))
+    assert found and float(found[1]) > 0.9
+
+
+@pytest.mark.any_mpi
+def test_a_model_of_transformers_becomes_smaller_by_its_own_loss() -> None:
+    found = re.search(LLAMA, output_of("transformers_loss"))
+    assert found and int(found[1]) < 40000 and float(found[2]) < 1.5
+
+
+@pytest.mark.any_mpi
+def test_trainer_steps_by_the_replica() -> None:
+    found = re.search(TRAINER, output_of("transformers_trainer"))
+    assert found and float(found[1]) < 2.5
