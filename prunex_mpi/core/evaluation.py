@@ -37,6 +37,7 @@ from prunex_mpi.core.state import (
 )
 from prunex_mpi.data.batches import Shard, images_at_once
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.draws import keeping_draws
 from prunex_mpi.models.dummy_input import keeping
 from prunex_mpi.models.layout import trained_parameters
 from prunex_mpi.settings.fields import Settings
@@ -279,7 +280,7 @@ def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, floa
     loss = problem.task.tested_by(problem.loss)
     at_once = images_at_once(shard) if isinstance(shard, Shard) else EVALUATION_BATCH
     problem.model.eval()
-    with weights(state, state.z):
+    with keeping_draws(state.theta.device), weights(state, state.z):
         for images, labels in problem.batches(shard, batch_size=min(at_once, EVALUATION_BATCH)):
             # Without the batch's number: who has fewer of them must not look late.
             context.heartbeat.beat(0)
@@ -324,7 +325,7 @@ def estimate_statistics(topology: Topology, context: RunContext) -> None:
     # Whole batches only: BatchNorm refuses a single image, and a small batch would weigh too much.
     count = min(RECALIBRATION_BATCHES, problem.train.steps_per_epoch)
     images = (images for images, _ in islice(batches, count))
-    with weights(state, state.z):
+    with keeping_draws(state.theta.device), weights(state, state.z):
         batchnorm.estimate(problem.model, state.bn_modules, images)
     check_readable(topology.world, context)
     if state.alone:

@@ -23,6 +23,7 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.text import TextSet, WindowStream, window_batches
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
+from prunex_mpi.models.draws import seed_all
 from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.models.layout import trained_parameters
 from prunex_mpi.settings.fields import Settings
@@ -30,7 +31,7 @@ from prunex_mpi.settings.fields import Settings
 
 def make_model(settings: Settings, inputs: Inputs) -> torch.nn.Module:
     """Build the model on the CPU from the seed, the same on every rank."""
-    torch.manual_seed(settings.seed)
+    seed_all(settings.seed)
     return build_model(settings.model, inputs, settings.stem)
 
 
@@ -66,7 +67,7 @@ def build_problem(
     if not agreed:
         broadcast_weights_(topology.world, model, transport)
     # From here on the ranks' random numbers differ (dropout); the shards' order has its own.
-    torch.manual_seed((settings.seed * topology.world_size + topology.world.rank) % 2**63)
+    seed_all(settings.seed * topology.world_size + topology.world.rank)
     return Problem(
         model=model,
         forward=torch.compile(model) if settings.compile else model,

@@ -18,39 +18,31 @@ DRIVERS = {
 
 
 class Stepper:
-    """Take a method's local steps one by one: `begin`, a gradient, `finish`, and so on.
+    """Take a method's local steps one by one: `resume` without a gradient, then with each.
 
     `averager`, where there is one, may send the gradient while backward goes on: after its `begin`.
-    Collective on `topology.world`.
+    Once it has `ended` no gradient is wanted any more: the run is over, or the ranks stop.
     """
 
     def __init__(self, topology: Topology, context: RunContext) -> None:
         self._rounds = DRIVERS[context.settings.method.driver](topology, context)
-        self._ready = False
         self.averager: GradientAverager | None = None
+        self.ended = False
 
-    def begin(self) -> bool:
-        """Go on to where a gradient is needed; return False at the end, or where ranks stop."""
-        if not self._ready:
-            self._resume(None)
-        return self._ready
+    def resume(self, loss: Tensor | None) -> dict[str, Any] | None:
+        """Go on to the end of an outer iteration, and return its record, or to the next gradient.
 
-    def finish(self, loss: Tensor) -> dict[str, Any] | None:
-        """Take the step, and what is due after it; return the record of an outer iteration's end.
-
-        The gradient of this rank is in that of the model; `loss` is its loss, detached.
+        The gradient of this rank is in that of the model; `loss` is its loss, detached. After a
+        record, and at first, there is none. Collective on `topology.world`.
         """
-        return self._resume(loss)
-
-    def _resume(self, loss: Tensor | None) -> dict[str, Any] | None:
-        self._ready = False
         try:
             found = self._rounds.send(loss)
         except StopIteration:
+            self.ended = True
             return None
         if isinstance(found, dict):
             return found
-        self.averager, self._ready = found, True
+        self.averager = found
         return None
 
     def close(self) -> None:

@@ -185,7 +185,7 @@ class Replica:
         handle = self._taken.register_step_pre_hook(self._refuse_foreign_step)
         exits.callback(handle.remove)
         self.optimizer = SteppedOptimizer(self)
-        self._open = True
+        self._open = self.exchanged = True
         self._begin()
         leave_at_exit(topology.world, self.close)
 
@@ -210,14 +210,11 @@ class Replica:
         self._lockstep.enter()
         self._collect_gradients()
         mean = loss if isinstance(loss, Tensor) else torch.tensor(float(loss or 0.0))
-        self._in_step = True
-        record = self._stepper.finish(mean.detach().to(self._context.state.theta.device))
-        self._in_step = False
-        self.exchanged = record is not None
-        if record is not None:
-            kept = {k: v for k, v in record.items() if not k.startswith(OF_EVALUATIONS)}
-            self.records.append(kept | ({"train_loss": None} if loss is None else {}))
-        self._begin()
+        before = len(self.records)
+        self._resume(mean.detach().to(self._context.state.theta.device))
+        self.exchanged = len(self.records) > before
+        if self.exchanged and loss is None:
+            self.records[-1]["train_loss"] = None
 
     def overlap_backward(self) -> None:
         """Send gradients during the next backward pass, the last one before `step`.
@@ -229,18 +226,21 @@ class Replica:
             self._stepper.averager.begin()
 
     def _begin(self) -> None:
-        """Go on to where the next gradient is needed."""
-        self._in_step = True
-        self.done = not self._stepper_now().begin()
-        self._in_step = False
-        self._announced = False
-        self._context.problem.model.train()
+        """Start the driver from where the state stands."""
+        self._stepper = Stepper(self._topology, self._context)
+        self._resume(None)
 
-    def _stepper_now(self) -> Stepper:
-        if not hasattr(self, "_stepper"):
-            self._stepper = Stepper(self._topology, self._context)
-            self.exchanged = True
-        return self._stepper
+    def _resume(self, loss: Tensor | None) -> None:
+        """Go on to where the next gradient is needed, and keep the records on the way."""
+        self._in_step = True
+        record = self._stepper.resume(loss)
+        while record is not None:
+            kept = {k: v for k, v in record.items() if not k.startswith(OF_EVALUATIONS)}
+            self.records.append(kept)
+            record = self._stepper.resume(None)
+        self._in_step = self._announced = False
+        self.done = self._stepper.ended
+        self._context.problem.model.train()
 
     def _collect_gradients(self) -> None:
         """Bring gradients that autograd has put elsewhere into the flat one."""
@@ -362,7 +362,6 @@ class Replica:
         saving.put_back(saved, context)
         self.records = copy.deepcopy(saved["records"])
         self._lockstep.step = saved["steps"]
-        del self._stepper
         self._begin()
         self.exchanged = saved["exchanged"]
 

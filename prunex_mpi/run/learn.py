@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.comm.agreement import VERDICT_BYTES, raise_together
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.losses import distilled
 from prunex_mpi.core.schedule import rate_now, steps_taken
-from prunex_mpi.core.state import RunContext
+from prunex_mpi.core.state import RunContext, agreeing
 from prunex_mpi.core.steps import ask_to_stop_
 from prunex_mpi.methods.stepper import Stepper
 from prunex_mpi.models import batchnorm
@@ -25,19 +29,37 @@ def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[s
     every rank.
     """
     with closing(Stepper(topology, context)) as stepper:
-        while stepper.begin():
-            record = stepper.finish(learn(context, stepper.averager))
+        first, record = topology.world, stepper.resume(None)
+        while not stepper.ended:
             if record is not None:
                 yield record
+                record = stepper.resume(None)
+            else:
+                record = stepper.resume(learn(context, stepper.averager, first))
+                first = None
 
 
-def learn(context: RunContext, averager: GradientAverager | None) -> Tensor:
+def learn(
+    context: RunContext, averager: GradientAverager | None, world: MPI.Comm | None = None
+) -> Tensor:
     """Add the (scaled) gradient of the next batch to that of the model; return its loss, detached.
 
-    The averager, if there is one, has begun then to send the gradient.
+    The averager, if there is one, has begun then to send the gradient. With `world`, in the first
+    step of a job, what model or loss refuse is everyone's UserError: collective on it. Later a rank
+    that raises is alone, and no UserError, which all ranks raise, may leave it.
     """
     context.state.optimizer.set_rate_(rate_now(context))
-    loss = forward(context, *next_batch(context))
+    batch = next_batch(context)
+    loss, refused = None, None
+    try:
+        loss = forward(context, *batch)
+    except UserError as error:
+        refused = error
+    if world is not None:
+        with agreeing(context.state, "Allreduce of what went wrong", VERDICT_BYTES):
+            raise_together(world, refused)
+    elif refused is not None:
+        raise RuntimeError(str(refused)) from refused
     if averager is not None:
         averager.begin()
     context.state.scaler.scale(loss).backward()

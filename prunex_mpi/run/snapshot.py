@@ -49,6 +49,7 @@ from prunex_mpi.core.state import (
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.data.text import WindowStream
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.draws import seed_all
 from prunex_mpi.models.layout import trained_parameters
 
 BUFFER, FIXED = "buffer.", "fixed."
@@ -413,9 +414,7 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(common["scaler"])
     problem.train.reshuffle([settings.seed, world.rank, state.position.iteration])
-    torch.manual_seed(
-        ((settings.seed + state.position.iteration) * world.size + world.rank) % 2**63
-    )
+    seed_all((settings.seed + state.position.iteration) * world.size + world.rank)
     return lost
 
 

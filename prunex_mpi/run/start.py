@@ -4,13 +4,11 @@ Training, the benchmark and the comparison start alike, in this order: check_lau
 take_places, apply_findings where a run is to be written, find_transport, set_up or assemble.
 """
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -62,6 +60,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.build import CIFAR_STEM_MAX_SIDE, build_model
 from prunex_mpi.models.build import describe as describe_model
+from prunex_mpi.models.draws import keeping_draws
 from prunex_mpi.models.dummy_input import moved_in_training, probe, reads_ahead
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import build_layout
@@ -295,18 +294,6 @@ def look_at_model(world: MPI.Comm, settings: Settings, known: Known, heartbeat: 
             find_losses(settings, inputs.classes, CPU)
 
     run_collectively_while(world, look, heartbeat.go_on)
-
-
-@contextmanager
-def keeping_draws() -> Iterator[None]:
-    """Have the global random generators on the CPU afterwards as they were before the block."""
-    draws = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(draws[0])
-        np.random.set_state(draws[1])
-        torch.set_rng_state(draws[2])
 
 
 def set_up(

@@ -1,6 +1,7 @@
 """Model factories for tests of what users may hand in, good and bad."""
 
 import os
+import random
 import time
 
 import numpy as np
@@ -34,6 +35,46 @@ def small(num_classes: int, image_size: int) -> nn.Module:
         nn.Flatten(),
         nn.Linear(8, num_classes),
     )
+
+
+class _Drawing(nn.Module):
+    """Draw from all generators wherever it runs; small enough not to be another model."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        drawn = float(torch.rand(())) + random.random() + float(np.random.rand())
+        return self.body(images) * (1 + 1e-3 * drawn * self.training)
+
+
+def drawing(num_classes: int, image_size: int) -> nn.Module:
+    body = small(num_classes, image_size)
+    for parameter in body.parameters():
+        values = np.random.normal(scale=0.1, size=parameter.shape)
+        parameter.data = torch.from_numpy(values).float() * (0.9 + 0.2 * random.random())
+    return _Drawing(body)
+
+
+STEPS_BEFORE = 3
+
+
+def refuses_alone(num_classes: int, image_size: int) -> nn.Module:
+    """Return a second output on one rank alone, in a step after the first ones."""
+    body, left = small(num_classes, image_size), [STEPS_BEFORE]
+
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = body
+
+        def forward(self, images: torch.Tensor) -> object:
+            outputs = self.body(images)
+            left[0] -= self.training
+            return (outputs, outputs) if self.training and left[0] < 0 and _rank() == 1 else outputs
+
+    return Alone()
 
 
 class _MoreWhileTraining(nn.Module):
