@@ -18,11 +18,11 @@ from small_runs import small_run
 from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.core import problem, steps
+from prunex_mpi.core import problem
 from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods import pactrain_samples
 from prunex_mpi.methods.pactrain_samples import batches_to_score
-from prunex_mpi.run import checkpoint_files
+from prunex_mpi.run import checkpoint_files, learn
 from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.pretrained import INITIAL
 
@@ -184,14 +184,14 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
         nodes_of(2) as topology,
         small_run(topology, "recipe", local_steps=10**6, **files) as context,
     ):
-        real = steps.forward
+        real = learn.forward
 
         def forward(context: Any, part: Any) -> torch.Tensor:
             if WORLD.rank == 0 and context.state.position.step == 3:
                 context.problem.reader.error = UserError("an image", UNREADABLE)
             return real(context, part)
 
-        monkeypatch.setattr(steps, "forward", forward)
+        monkeypatch.setattr(learn, "forward", forward)
         assert list(outer_iterations(topology, context)) == []
         assert context.stop.reason == "an error on some rank"
 
