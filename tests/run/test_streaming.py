@@ -186,10 +186,10 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
     ):
         real = learn.forward
 
-        def forward(context: Any, part: Any) -> torch.Tensor:
+        def forward(context: Any, *batch: Any) -> torch.Tensor:
             if WORLD.rank == 0 and context.state.position.step == 3:
                 context.problem.reader.error = UserError("an image", UNREADABLE)
-            return real(context, part)
+            return real(context, *batch)
 
         monkeypatch.setattr(learn, "forward", forward)
         assert list(outer_iterations(topology, context)) == []
