@@ -6,7 +6,7 @@ It goes over NCCL where each rank has a GPU of its own, which NCCL asks for, and
 import socket
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -28,6 +28,7 @@ from prunex_mpi.methods import dense, per_step
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.bench.workbench import Bench
+from prunex_mpi.run.learn import learn
 from prunex_mpi.run.start import set_up
 from prunex_mpi.tools.timing import Action, wall_times
 
@@ -134,8 +135,11 @@ def dense_turn(
     averager = exits.enter_context(averaging(wires.workers if exchange else None, context))
 
     def turn() -> None:
-        loss = per_step.train_steps(dense, wires, averager, {}, context)
-        next_iteration(context.state.position, loss)
+        steps, loss = per_step.train_steps(dense, wires, averager, {}, context), None
+        with suppress(StopIteration):
+            while True:
+                loss = learn(context, steps.send(loss))
+        next_iteration(context.state.position, float(context.state.losses[0]))
 
     return turn, lambda: context.state.theta
 
