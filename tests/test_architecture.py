@@ -61,7 +61,7 @@ PICKLING_ALWAYS = {
 PICKLING_ON_COMMUNICATORS = {"gather", "scatter", "reduce", "scan"}
 COMMUNICATORS = {"comm", "world", "node", "leader", "host", "COMM_WORLD", "COMM_SELF"}
 # Its `send` hands a value to a driver, which is no message.
-GENERATOR = "_rounds"
+GENERATORS = ("_rounds", "rounds")
 EXECUTING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 # Pickles that were published, of arrays: its parser makes nothing else.
@@ -158,7 +158,7 @@ def unsafe(tree: ast.AST) -> list[str]:
             problems.append(called)
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
         receiver = ast.unparse(node.func.value).split(".")[-1] if method else ""
-        if (method in PICKLING_ALWAYS and receiver != GENERATOR) or (
+        if (method in PICKLING_ALWAYS and receiver not in GENERATORS) or (
             method in PICKLING_ON_COMMUNICATORS and receiver in COMMUNICATORS
         ):
             problems.append(called)

@@ -323,7 +323,8 @@ def estimate_statistics(topology: Topology, context: RunContext) -> None:
         return
     batches = problem.batches(problem.train_shard, batch_size=problem.train.batch_size)
     # Whole batches only: BatchNorm refuses a single image, and a small batch would weigh too much.
-    count = min(RECALIBRATION_BATCHES, problem.train.steps_per_epoch)
+    of_an_epoch = min(RECALIBRATION_BATCHES, problem.train.steps_per_epoch)
+    count = problem.calibration_batches or of_an_epoch
     images = (images for images, _ in islice(batches, count))
     with keeping_draws(state.theta.device), weights(state, state.z):
         batchnorm.estimate(problem.model, state.bn_modules, images)

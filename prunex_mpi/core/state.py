@@ -149,7 +149,9 @@ class Problem:
     `test` nothing is evaluated; where data are held out of the training set, it holds those, and
     the test set is `kept_back`. `mean` and `std`, float32 [3] on the CPU, normalise images of
     values in 0..1. No loss below `guess_loss`, that of guessing, is a divergence. `reader` decodes
-    images that are files; all ranks have one or none. `digest` tells other data sets apart.
+    images that are files; all ranks have one or none. `digest` tells other data sets apart. `rate`
+    returns the learning rate where its schedule is somebody's own. BatchNorm's statistics are
+    estimated on `calibration_batches`, 0 for a few of an epoch.
     """
 
     model: nn.Module
@@ -170,6 +172,7 @@ class Problem:
     digest: str = ""
     task: Task = IMAGES
     rate: Callable[[], float] | None = None
+    calibration_batches: int = 0
     inputs: Inputs | None = None
 
 

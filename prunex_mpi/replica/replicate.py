@@ -155,6 +155,7 @@ def _assemble(
         # Of a loss of somebody's own nothing is known; it may begin at zero.
         guess_loss=math.inf,
         rate=lambda: optimizer.param_groups[0]["lr"],
+        calibration_batches=len(feed.given),
     )
     return RunContext(state, problem, settings, transport, Heartbeat())
 

@@ -16,8 +16,10 @@ from prunex_mpi.core import evaluation
 from prunex_mpi.core.admm import (
     NormSums,
     Residuals,
+    add_pull_,
     compute_residuals,
     decay_of_layers,
+    set_anchor_,
     step_duals_,
     update_penalty,
     weigh_candidate,
@@ -66,6 +68,24 @@ def test_the_candidate_weighs_mean_and_consensus(state, rho, rate, on):
     state.scratch.copy_(total)
     found = weigh_candidate(state, decays, 3, state.scratch)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("rho", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_the_pull_is_that_of_equation_8_and_exactly_zero_where_theta_is_there(state, rho):
+    """AdamW makes whole steps of the rounding that rho theta - rho (z_i - u) would leave."""
+    state.rho1 = rho
+    set_anchor_(state)
+    state.grad.zero_()
+    add_pull_(state)
+    per_parameter = np.repeat(rho, [s.numel for s in state.layout.segments])
+    wanted = torch.from_numpy(per_parameter) * (state.theta - state.z_node + state.u)
+    torch.testing.assert_close(state.grad, wanted, rtol=1e-12, atol=1e-14)
+    state.theta.copy_(state.z_node)
+    state.u.zero_()
+    set_anchor_(state)
+    state.grad.zero_()
+    add_pull_(state)
+    assert not state.grad.any()
 
 
 def test_duals_take_over_the_gaps_and_norms_are_of_the_new_ones(state):

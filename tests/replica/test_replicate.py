@@ -257,3 +257,59 @@ def test_steps_beyond_the_length_and_of_the_optimizer_alone_are_refused() -> Non
         replica.optimizer.step()
         with pytest.raises(UserError, match="the run has had its 2 steps"):
             replica.step()
+
+
+def trained(scaled: bool, length: int = 6, **given: Any) -> Replica:
+    """Return a replica of a small network after outer iterations, the losses scaled or not."""
+    torch.manual_seed(0)
+    model = new_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if scaled else None
+    replica = prunex_mpi.replicate(
+        *(WORLD, model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)),
+        **{**LENGTH, **STAGES, "method": "prunex", "groups": ["coupled"], "ranks_per_node": 1},
+        **{"example": torch.zeros(2, 3, 8, 8), "scaler": scaler, **given},
+    )
+    generator = torch.Generator().manual_seed(WORLD.rank)
+    while len(replica.records) < length:
+        images = torch.randn(8, 3, 8, 8, generator=generator)
+        loss = F.mse_loss(model(images), images.mean((2, 3))[:, :2])
+        (scaler.scale(loss) if scaler else loss).backward()
+        replica.step(loss)
+    return replica
+
+
+def test_a_scaler_changes_no_weight_and_skips_what_overflows() -> None:
+    plain, scaled = trained(False), trained(True)
+    # Powers of two scale without rounding.
+    equal = torch.equal(plain._context.state.z, scaled._context.state.z)
+    assert equal
+    plain.close()
+    scaled.close()
+
+
+def test_statistics_are_estimated_on_batches_that_are_given() -> None:
+    batches = [torch.randn(16, 3, 8, 8) for _ in range(4)]
+    # Before masks freeze: then averages follow what is trained on them.
+    with trained(False, 3, bn="recalibrate", calibrate=batches) as replica:
+        assert not replica.records[-1]["frozen"]
+        with replica.delivered() as network, torch.no_grad():
+            norm, conv = network[1], network[0]
+            means = torch.stack([conv(batch).mean((0, 2, 3)) for batch in batches]).mean(0)
+            total = WORLD.allreduce(means.numpy()) / WORLD.size
+            alike = torch.allclose(norm.running_mean, torch.from_numpy(total), atol=1e-5)
+        assert alike
+
+
+def test_what_is_clipped_is_what_is_averaged() -> None:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    given = {"outer_iterations": 1, "local_steps": 1, "clip_grad": 0.5, "method": "dense"}
+    with prunex_mpi.replicate(WORLD, model, optimizer, **given) as replica:
+        before = [p.detach().clone() for p in model.parameters()]
+        (100 * model(torch.randn(4, 3, 8, 8)).sum()).backward()
+        replica.step()
+    moved = sum(
+        float((p - b).square().sum()) for p, b in zip(model.parameters(), before, strict=True)
+    )
+    assert moved**0.5 == pytest.approx(0.5, rel=1e-3)

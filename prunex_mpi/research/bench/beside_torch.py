@@ -135,10 +135,10 @@ def dense_turn(
     averager = exits.enter_context(averaging(wires.workers if exchange else None, context))
 
     def turn() -> None:
-        steps, loss = per_step.train_steps(dense, wires, averager, {}, context), None
+        rounds, loss = per_step.train_steps(dense, wires, averager, {}, context), None
         with suppress(StopIteration):
             while True:
-                loss = learn(context, steps.send(loss))
+                loss = learn(context, rounds.send(loss))
         next_iteration(context.state.position, float(context.state.losses[0]))
 
     return turn, lambda: context.state.theta
