@@ -54,7 +54,7 @@ def test_every_rank_learns_from_the_network_of_a_file(scenario):
             batch = next_batch(context)
             problem.model.load_state_dict(wanted)
             problem.model.eval()
-            assert float(forward(context, batch[0]).detach()) == pytest.approx(0, abs=1e-5)
+            assert float(forward(context, *batch).detach()) == pytest.approx(0, abs=1e-5)
         WORLD.Barrier()
 
 
