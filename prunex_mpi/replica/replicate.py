@@ -233,6 +233,9 @@ class Replica:
 
     def _resume(self, loss: Tensor | None) -> None:
         """Go on to where the next gradient is needed, and keep the records on the way."""
+        model = self._context.problem.model
+        # Drivers put all of it into training mode, where the caller may have parts that are not.
+        modes = [(module, module.training) for module in model.modules()]
         self._in_step = True
         record = self._stepper.resume(loss)
         while record is not None:
@@ -241,7 +244,8 @@ class Replica:
             record = self._stepper.resume(None)
         self._in_step = self._announced = False
         self.done = self._stepper.ended
-        self._context.problem.model.train()
+        for module, training in modes:
+            module.training = training
 
     def _collect_gradients(self) -> None:
         """Bring gradients that autograd has put elsewhere into the flat one."""

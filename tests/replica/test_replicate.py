@@ -187,6 +187,8 @@ def test_any_optimizer_trains_on_the_mask(kind: str) -> None:
     ) as replica:
         generator = torch.Generator().manual_seed(WORLD.rank)
         before = model[0].weight.detach().clone()
+        # A part that is not trained stays so.
+        model[1].eval()
         while not replica.done:
             # As loops do: gradients that are None, and several backward passes for one step.
             optimizer.zero_grad()
@@ -194,6 +196,7 @@ def test_any_optimizer_trains_on_the_mask(kind: str) -> None:
                 images = torch.randn(8, 3, 8, 8, generator=generator)
                 (F.mse_loss(model(images), images.mean((2, 3))[:, :2]) / 2).backward()
             replica.step()
+        assert not model[1].training and model[0].training
         assert not torch.equal(before, model[0].weight)
         small, images = replica.smaller(), torch.randn(3, 3, 8, 8)
         with replica.delivered() as whole, torch.no_grad():
