@@ -67,8 +67,9 @@ class OptimizerMemory:
                 if tensor.shape == parameter.shape:
                     self._adopt_moment_(number, parameter, name, tensor)
                 elif tensor.dim() == 0:
-                    whole = tensor.new_zeros(len(self.parameters))
-                    state[parameter][name] = self.numbers.setdefault(name, whole)[number]
+                    if name not in self.numbers:
+                        self.numbers[name] = tensor.new_zeros(len(self.parameters))
+                    state[parameter][name] = self.numbers[name][number]
                     state[parameter][name].copy_(tensor)
         self.adopted = entries
 
@@ -80,10 +81,11 @@ class OptimizerMemory:
     def _adopt_moment_(
         self, number: int, parameter: nn.Parameter, name: str, tensor: Tensor
     ) -> None:
-        # A moment may have another precision than its parameter.
-        whole = tensor.new_zeros(self.layout.numel)
+        if name not in self.moments:
+            # A moment may have another precision than its parameter.
+            self.moments[name] = tensor.new_zeros(self.layout.numel)
         segment = self.layout.segments[number]
-        view = self.moments.setdefault(name, whole)[segment.place].view(segment.shape)
+        view = self.moments[name][segment.place].view(segment.shape)
         if tensor.data_ptr() != view.data_ptr():
             view.copy_(tensor)
             self.optimizer.state[parameter][name] = view

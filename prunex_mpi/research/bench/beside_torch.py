@@ -6,7 +6,7 @@ It goes over NCCL where each rank has a GPU of its own, which NCCL asks for, and
 import socket
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -136,10 +136,11 @@ def dense_turn(
 
     def turn() -> None:
         rounds, loss = per_step.train_steps(dense, wires, averager, {}, context), None
-        with suppress(StopIteration):
+        try:
             while True:
                 loss = learn(context, rounds.send(loss))
-        next_iteration(context.state.position, float(context.state.losses[0]))
+        except StopIteration as ended:
+            next_iteration(context.state.position, ended.value)
 
     return turn, lambda: context.state.theta
 
