@@ -16,8 +16,9 @@ def broadcast_weights_(world: MPI.Comm, model: nn.Module, transport: Transport) 
 
 def broadcast_tensor_(world: MPI.Comm, tensor: Tensor, transport: Transport) -> None:
     """Make rank 0's values of a tensor, of any dtype, everyone's. Collective on `world`."""
-    # A copy: the memory may be out of order, as in a model that is channels_last itself. Bytes,
-    # since counters travel as well.
-    flat = tensor.reshape(-1).clone()
+    # The memory may be out of order, as in a model that is channels_last itself. Bytes, since
+    # counters travel as well.
+    flat = tensor.contiguous().view(-1)
     bcast_(world, flat.view(torch.uint8), transport)
-    tensor.copy_(flat.view(tensor.shape))
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.view(tensor.shape))

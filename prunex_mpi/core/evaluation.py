@@ -375,7 +375,7 @@ def check_finite(topology: Topology, context: RunContext) -> None:
     An exchange can make z infinite, as a sum in fewer bits. Collective on `world`.
     """
     state = context.state
-    held = [state.theta, state.z] + ([state.payload] if state.position.under_way else [])
+    held = [state.theta, state.z] + ([state.message.buffer] if state.position.under_way else [])
     problem = None
     if not all(bool(torch.isfinite(tensor).all()) for tensor in held):
         text = f"weights are not finite after outer iteration {state.position.iteration - 1}"

@@ -7,6 +7,7 @@ optimizer allocates in its first step: what is new is moved after each step.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,10 +74,24 @@ class OptimizerMemory:
                     state[parameter][name].copy_(tensor)
         self.adopted = entries
 
-    def see_again_(self) -> None:
-        """Move what the optimizer has loaded, by its own `load_state_dict`."""
+    def load_(self, saved: dict[str, Any]) -> None:
+        """Load a `state_dict` of the optimizer."""
+        self.optimizer.load_state_dict(saved)
         self.adopted = -1
         self.adopt_()
+
+    def flat_of(self, saved: dict[str, Any]) -> dict[str, Tensor]:
+        """Return what a `state_dict` of the optimizer holds as flat vectors, on the CPU."""
+        found = {n: torch.zeros_like(t, device="cpu") for n, t in self.tensors().items()}
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        numbers = {id(p): number for number, p in enumerate(self.parameters.values())}
+        for index, entry in saved["state"].items():
+            number = numbers[id(stepped[index])]
+            place = self.layout.segments[number].place
+            for name in entry.keys() & found.keys():
+                part = found[name][place if name in self.moments else number]
+                part.copy_(entry[name].view(part.shape))
+        return found
 
     def _adopt_moment_(
         self, number: int, parameter: nn.Parameter, name: str, tensor: Tensor

@@ -19,14 +19,12 @@ from prunex_mpi.core.evaluation import (
     BEST,
     BEST_MASK,
     BEST_STATS,
-    EMA,
-    EMA_COUNT,
-    EMA_STATS,
     memory_of_best,
     memory_of_ema,
 )
+from prunex_mpi.core.lasting import BUFFER, FIXED, MESSAGE, PARAMETERS, STATISTICS, lasting
 from prunex_mpi.core.scores import memory_of_scores
-from prunex_mpi.core.state import KNOWN, REST, RunContext, State, build_state
+from prunex_mpi.core.state import RunContext, State, build_state
 from prunex_mpi.models.layout import build_layout, trained_parameters
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
 from prunex_mpi.pruning.shrink import cut, smaller_sizes, smaller_tensors
@@ -41,17 +39,17 @@ def remove_dropped_(context: RunContext, averager: GradientAverager | None) -> N
     state, settings = context.state, context.settings
     if not settings.remove_dropped or not state.frozen or state.removes:
         return
-    mask, best = state.mask, state.position.best
-    staying = _staying(state, mask)
+    mask, best, model = state.mask, state.position.best, context.problem.model
+    staying = _staying(state, model, mask)
     state.mask = np.ones_like(mask)
-    remove_(state, context.problem.model, ~mask, settings)
+    remove_(state, model, ~mask, settings)
     if BEST in staying:
         state.position.best = best
+    table = lasting(state, model)
     for name, values in staying.items():
-        into = state.memory[name] if name in state.memory else getattr(state, name)
-        into[: values.numel()].copy_(values)
+        table[name].tensor[: values.numel()].copy_(values)
     if averager is not None:
-        averager.listen_to(context.problem.model, state.layout, state.grad)
+        averager.listen_to(model, state.layout, state.grad)
 
 
 def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Settings) -> None:
@@ -85,26 +83,24 @@ def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Setti
     state.removes = settings.method.removes or not mask.all()
 
 
-def _staying(state: State, mask: np.ndarray) -> dict[str, Tensor]:
-    """Return what stays under `mask` of what the model does not hold, by its name in the state."""
-    coupling, memory = state.groups.coupling, state.memory
-    found = {name: getattr(state, name) for name in ("z", "z_node")}
-    statistics = []
-    if EMA in memory:
-        found[EMA] = memory[EMA]
-        statistics.append(EMA_STATS)
-    if BEST in memory and torch.equal(memory[BEST_MASK], torch.from_numpy(mask)):
-        found[BEST] = memory[BEST]
-        statistics.append(BEST_STATS)
-    if KNOWN in memory:
-        statistics.append(KNOWN)
-    found = {name: cut(flat, state.layout, coupling, ~mask) for name, flat in found.items()}
-    found |= {name: memory[name][state.stats_kept] for name in statistics}
-    # What has no size of the network's.
-    found |= {name: memory[name] for name in (EMA_COUNT, BEST_MASK) if name in memory}
-    if REST in memory:
-        # It is as compact as what travels.
-        found[REST] = memory[REST][: state.plan.numel]
+def _staying(state: State, model: nn.Module, mask: np.ndarray) -> dict[str, Tensor]:
+    """Return what stays under `mask` of what neither model nor optimizer hold, by its name."""
+    found, coupling = {}, state.groups.coupling
+    elsewhere = {"theta", *state.optimizer.tensors()}
+    # Of the best z no mask but its own says what of it stays.
+    if BEST in state.memory and not torch.equal(state.memory[BEST_MASK], torch.from_numpy(mask)):
+        elsewhere |= {BEST, BEST_STATS, BEST_MASK}
+    for name, entry in lasting(state, model).items():
+        if name in elsewhere or name.startswith((BUFFER, FIXED)):
+            continue
+        values = entry.tensor
+        if entry.cut == PARAMETERS:
+            values = cut(values, state.layout, coupling, ~mask)
+        elif entry.cut == STATISTICS:
+            values = values[state.message.stats_kept]
+        elif entry.cut == MESSAGE:
+            values = values[: state.message.plan.numel]
+        found[name] = values.clone()
     return found
 
 

@@ -19,8 +19,8 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.losses import Loss, Teacher
+from prunex_mpi.core.message import Message
 from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
-from prunex_mpi.core.sums import BLOCK, Coded, whole_blocks
 from prunex_mpi.core.task import IMAGES, Task
 from prunex_mpi.data.batches import BatchStream, Shard
 from prunex_mpi.data.decoding import Reader
@@ -29,7 +29,7 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout, flatten_
 from prunex_mpi.models.standalone import Sizes
-from prunex_mpi.pruning.compaction import Plan, build_plan, cut_plan, pack_, unpack_
+from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
 from prunex_mpi.pruning.shrink import smaller_sizes
@@ -132,10 +132,9 @@ def describe_whole(model: nn.Module, layout: Layout, groups: Groups, settings: S
 # ranks that use them; `shared.sum_of_xs` is the sum of the `own.x` of all workers who are left.
 OWN, EACH, SHARED = "own.", "each.", "shared."
 SUM_OF = f"{SHARED}sum_of_"
-# What a payload of fewer bits remembers: what rounding has left over, in the order of the message
-# and as heavy as this worker's contribution. And the BatchNorm means and variances that all ranks
-# know, those of the last exchange, about which they are averaged.
-REST, KNOWN = f"{OWN}rounding_rest", f"{SHARED}known_statistics"
+# The BatchNorm means and variances that all ranks know, those of the last exchange, about which
+# they are averaged.
+KNOWN = f"{SHARED}known_statistics"
 # Of methods that prune single weights and not groups: which are pruned, bool [numel].
 PRUNED = f"{SHARED}pruned"
 
@@ -180,21 +179,18 @@ class Problem:
 class State:
     """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
 
-    theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements, `payload` has room for
-    all of them and the BatchNorm statistics, both in whole blocks; `coded` is what they travel as,
-    `waiting` what a part of them in fewer bits begins with, `parts` the messages in place of one.
-    `scratch` holds nothing between phases, except that phase 2 lends its memory to z_tilde, which
-    phase 3 takes over, and that phase 4 leaves there what z was (`last_z`).
-    `stats_groups` is the place in the mask of each entry of `stats`, -1 for those that always
-    travel; `stats_kept` are the entries that travel under the mask in force.
+    theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements. `scratch` holds nothing
+    between phases, except that phase 2 lends its memory to z_tilde, which phase 3 takes over, and
+    that phase 4 leaves there what z was (`last_z`). `stats_groups` is the place in the mask of each
+    entry of `stats`, -1 for those that always travel; `message` owns what travels.
     `consensus_sgd`: there are no duals; they are retired, since the masks are frozen and the
-    payload has shrunk to what travels, or the method has none. `plan_agreed`: the leaders have
-    compared the plan in force. With `shrinks` off everything travels, whatever the mask. `memory`
-    is what the method remembers, by names that say whose a tensor is (OWN, EACH, SHARED). `sound`
-    has room for the statistics that a step in float16 began with; `losses` are the sum and the
-    count of this outer iteration's losses. A rank that is `alone` has nothing to average statistics
-    with. With `removes`, what the mask lacks has been taken out of the network: `groups` and mask
-    are those of the `whole` one, all else is of what is left, which has the `sizes` where it is
+    payload has shrunk to what travels, or the method has none. With `shrinks` off everything
+    travels, whatever the mask. `memory` is what the method remembers, by names that say whose a
+    tensor is (OWN, EACH, SHARED). `sound` has room for the statistics that a step in float16 began
+    with; `losses` are the sum and the count of this outer iteration's losses. A rank that is
+    `alone` has nothing to average statistics with. With `removes`, what the mask lacks has been
+    taken out of the network: `groups` and mask are those of the `whole` one, all else is of what is
+    left, which has the `sizes` where it is
     smaller.
     """
 
@@ -210,15 +206,13 @@ class State:
     z_node: Tensor
     z: Tensor
     scratch: Tensor
-    payload: Tensor
     stats: Tensor
     stats_groups: np.ndarray
-    stats_kept: Tensor
     rho1: np.ndarray
     rho2: np.ndarray
     mask: np.ndarray
     factors: Factors
-    plan: Plan
+    message: Message
     memory: dict[str, Tensor]
     whole: Whole
     shrinks: bool = True
@@ -227,10 +221,6 @@ class State:
     position: Position = field(default_factory=Position)
     frozen: bool = False
     consensus_sgd: bool = False
-    plan_agreed: bool = False
-    coded: tuple[Coded, Coded] | None = None
-    waiting: Tensor | None = None
-    parts: tuple[Plan, tuple["Part", ...]] | None = None
     sound: Tensor | None = None
     losses: Tensor | None = None
     alone: bool = False
@@ -251,50 +241,6 @@ class State:
     def spare(self) -> Tensor:
         """The memory of `grad` in all phases but the first: room for any vector, [numel]."""
         return self.grad
-
-    @property
-    def whole_message(self) -> "Part":
-        """The message of all parameters and statistics."""
-        return Part(0, slice(0, self.layout.numel), 0, self.plan, self.stats_kept)
-
-    def parts_of_message(self, count: int) -> tuple["Part", ...]:
-        """Return `count` messages of about one size in place of one, statistics with the last."""
-        if self.parts is None or self.parts[0] is not self.plan or len(self.parts[1]) != count:
-            none = self.stats_kept[:0]
-            cuts = enumerate(cut_plan(self.plan, count, BLOCK), 1)
-            parts = (Part(n, *cut, self.stats_kept if n == count else none) for n, cut in cuts)
-            self.parts = self.plan, tuple(parts)
-        return self.parts[1]
-
-    def message(self, part: "Part") -> Tensor:
-        """Return the beginning of `payload` that travels: compact parameters, then statistics."""
-        return self.payload[: part.plan.numel + part.stats_kept.numel()]
-
-    def blocks(self, part: "Part") -> tuple[Tensor, Tensor]:
-        """Return the same two apart, each in whole blocks, as they travel in fewer bits."""
-        first = whole_blocks(part.plan.numel)
-        last = first + whole_blocks(part.stats_kept.numel())
-        return self.payload[:first], self.payload[first:last]
-
-
-@dataclass(frozen=True)
-class Part:
-    """What travels in one message: everything (`number` 0), or one of several parts of it, from 1.
-
-    `place` is its part of flat vectors, `start` where its compact parameters begin in the whole
-    message; `stats_kept` are the BatchNorm statistics that go along.
-    """
-
-    number: int
-    place: slice
-    start: int
-    plan: Plan
-    stats_kept: Tensor
-
-    @property
-    def span(self) -> slice:
-        """Its part of the compact parameters of the whole message."""
-        return slice(self.start, self.start + self.plan.numel)
 
 
 @dataclass(frozen=True)
@@ -346,6 +292,9 @@ def build_state(
     batchnorm.read_plain_(bn_modules, stats)
     mask = np.ones(groups.total, dtype=bool)
     layers = len(layout.segments)
+    plan = build_plan(layout, groups, mask, theta.device)
+    everything = torch.arange(stats.numel(), device=theta.device)
+    quantised = settings.method.averages and settings.payload != "fp32"
     return State(
         layout=layout,
         groups=groups,
@@ -359,16 +308,14 @@ def build_state(
         z_node=theta.clone(),
         z=theta.clone(),
         scratch=torch.empty_like(theta),
-        payload=new_payload(theta, layout.numel, stats.numel()),
         stats=stats,
         stats_groups=find_stats_groups(model, bn_modules, layout, groups),
-        stats_kept=torch.arange(stats.numel(), device=theta.device),
         rho1=np.full(layers, settings.rho1),
         rho2=np.full(layers, settings.rho2),
         mask=mask,
         factors=build_factors(mask, groups, theta.device, theta.dtype),
-        plan=build_plan(layout, groups, mask, theta.device),
-        memory=memory_of_message(settings, theta, stats),
+        message=Message(theta, plan, everything, quantised),
+        memory={KNOWN: stats.clone()},
         whole=whole or describe_whole(model, layout, groups, settings),
         position=Position(fresh_statistics=batchnorm.are_fresh(bn_modules)),
         shrinks=settings.method.nodes,
@@ -378,22 +325,9 @@ def build_state(
     )
 
 
-def new_payload(theta: Tensor, parameters: int, stats: int) -> Tensor:
-    """Allocate a payload; zero, since what fills up its blocks is looked at and written as well."""
-    return theta.new_zeros(whole_blocks(parameters) + whole_blocks(stats))
-
-
 def every_rank_sends(settings: Settings) -> bool:
     """Return whether all ranks speak between nodes at each step, not the leaders of the nodes."""
     return settings.method.per_step and settings.aggregation == "flat"
-
-
-def memory_of_message(settings: Settings, theta: Tensor, stats: Tensor) -> dict[str, Tensor]:
-    """Allocate what messages between nodes leave: nothing left over, first statistics."""
-    memory = {KNOWN: stats.clone()}
-    if settings.method.averages and settings.payload != "fp32":
-        memory[REST] = theta.new_zeros(whole_blocks(theta.numel()))
-    return memory
 
 
 def find_stats_groups(
@@ -417,30 +351,17 @@ def kept_stats(mask: np.ndarray, stats_groups: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.append(mask, True)[stats_groups])
 
 
-def adopt_mask(state: State, mask: np.ndarray) -> None:
-    """Make `mask` the one in force: its factors and its compaction plan."""
+def adopt_mask(state: State, mask: np.ndarray, residual_follows: bool = True) -> None:
+    """Make `mask` the one in force: its factors, and what travels under it. Uses `spare`."""
+    state.mask = mask
     if state.removes:
         # Nothing of what is left is masked.
-        state.mask = mask
         return
     travels = mask if state.shrinks else np.ones_like(mask)
-    kept = kept_stats(travels, state.stats_groups)
-    state.stats_kept = torch.from_numpy(kept).to(state.stats.device)
-    state.mask = mask
-    state.plan_agreed = False
+    kept = torch.from_numpy(kept_stats(travels, state.stats_groups)).to(state.stats.device)
     state.factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
-    state.plan = build_plan(state.layout, state.groups, travels, state.theta.device)
-
-
-def change_mask(state: State, mask: np.ndarray) -> None:
-    """Adopt a mask while training: of groups that stay, what has not been sent yet stays too."""
-    rest = state.memory.get(REST)
-    if rest is not None:
-        unpack_(rest, state.plan, state.spare)
-    adopt_mask(state, mask)
-    if rest is not None:
-        rest.zero_()
-        pack_(state.spare, state.plan, rest)
+    plan = build_plan(state.layout, state.groups, travels, state.theta.device)
+    state.message.follow_(plan, kept, state.spare if residual_follows else None)
 
 
 def freeze(state: State, consensus_sgd: bool) -> None:
@@ -456,7 +377,7 @@ def freeze(state: State, consensus_sgd: bool) -> None:
     if consensus_sgd:
         state.u.zero_()
         state.v.zero_()
-        state.payload = new_payload(state.theta, state.plan.numel, state.stats_kept.numel())
+        state.message.allocate_(state.message.plan.numel, state.message.stats_kept.numel())
 
 
 def forget_momentum_(state: State, place: slice = slice(None)) -> None:
@@ -474,10 +395,10 @@ def starts_from_z(state: State, settings: Settings) -> bool:
 def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: bool) -> None:
     """Adopt `mask` and the stage of an earlier moment; the caller sets the vectors afterwards."""
     state.frozen, state.consensus_sgd = False, consensus_sgd
-    state.payload = new_payload(state.theta, state.layout.numel, state.stats.numel())
-    adopt_mask(state, mask)
+    state.message.allocate_(state.layout.numel, state.stats.numel())
+    adopt_mask(state, mask, residual_follows=False)
     # What is left over of messages lies with one leader then.
-    state.plan_agreed = False
+    state.message.agreed = False
     if frozen:
         freeze(state, consensus_sgd)
 

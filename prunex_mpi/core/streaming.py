@@ -13,8 +13,8 @@ and the one that freezes the masks. While there are duals there are no parts.
 
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.alike import holds_alike
+from prunex_mpi.core.exchange import exchange_, take_over_
 from prunex_mpi.core.loop import Round
-from prunex_mpi.core.message import exchange_message_, fill_message_, take_part_, way_of
 from prunex_mpi.core.schedule import Stage, local_steps, steps_behind
 from prunex_mpi.core.state import RunContext, State, forget_momentum_
 from prunex_mpi.core.statistics import average_in_node_
@@ -53,28 +53,17 @@ def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> 
     Collective on `node.comm`, then on `workers.comm` and `node.comm`.
     """
     state, settings = context.state, context.settings
-    leader, node = wires.workers, wires.node
-    part = state.parts_of_message(settings.fragments)[number - 1]
-    place = part.place
-    if number == settings.fragments:
-        average_in_node_(node, state)
-    _average_part_(node, state, settings, place)
-    counted = fill_message_(leader, node, state, settings.payload, part)
-    way = way_of(state)
-    state.position.part = number
+    fragment = state.message.fragment(number, settings.fragments)
+    place = fragment.place
+    if fragment.last:
+        average_in_node_(wires.node, state)
+    _average_part_(wires.node, state, settings, place)
+    exchange_(wires, state, settings.payload, fragment, context.behind if behind else None)
     if settings.inner_momentum == "reset":
         forget_momentum_(state, place)
-    if behind:
-        helper = context.behind
-        ways = helper.between, helper.node, state, helper.transport, helper.clock
-        state.position.under_way = way
-        helper.begin(lambda: exchange_message_(*ways, counted, part))
-        state.theta[place].copy_(state.z_node[place])
-        return
-    ways = leader.comm, node.comm, state, leader.transport, leader.clock
-    exchange_message_(*ways, counted, part)
-    take_part_(state, settings, way, part, state.position.iteration)
-    state.theta[place].copy_(state.z[place])
+    if not behind:
+        take_over_(state, settings, fragment, state.position.iteration)
+    state.theta[place].copy_((state.z_node if behind else state.z)[place])
 
 
 def _average_part_(node: Wire, state: State, settings: Settings, place: slice) -> None:

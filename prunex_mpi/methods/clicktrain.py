@@ -83,10 +83,11 @@ def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
     if not state.frozen:
         wire.reduce_(state.grad)
         return
-    message = state.payload[: state.plan.numel]
-    pack_(state.grad, state.plan, message)
+    plan = state.message.plan
+    message = state.message.buffer[: plan.numel]
+    pack_(state.grad, plan, message)
     wire.reduce_(message)
-    unpack_(message, state.plan, state.grad)
+    unpack_(message, plan, state.grad)
 
 
 def follow_(wires: Wires, space: dict[str, Any], context: RunContext) -> None:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.message import outer_memory
+from prunex_mpi.core.exchange import outer_memory
 from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.core.sums import SUMMED
 from prunex_mpi.models.layout import Layout

@@ -22,11 +22,11 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wires
 from prunex_mpi.core import admm
 from prunex_mpi.core.evaluation import check_divergence
+from prunex_mpi.core.exchange import exchange_, take_over_
 from prunex_mpi.core.loop import measures_residuals, phase, rounds, split_local
 from prunex_mpi.core.mask_agreement import project_locally
-from prunex_mpi.core.message import exchange_message_, fill_message_, take_over_, way_of
 from prunex_mpi.core.schedule import Stage, find_stage, may_stop
-from prunex_mpi.core.state import KNOWN, RunContext, State, change_mask, freeze, wires_of
+from prunex_mpi.core.state import KNOWN, RunContext, State, adopt_mask, freeze, wires_of
 from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.core.steps import Rounds
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
@@ -83,11 +83,9 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     state.z_node, state.scratch = candidate, state.z_node
     if not state.frozen:
         state.factors = ()
-    counted = fill_message_(wires.workers, wires.node, state, settings.payload)
-    leader = wires.workers
-    ways = leader.comm, wires.node.comm, state, leader.transport, leader.clock
-    exchange_message_(*ways, counted)
-    take_over_(state, way_of(state))
+    whole = state.message.fragment()
+    exchange_(wires, state, settings.payload, whole)
+    take_over_(state, settings, whole, state.position.iteration)
     if not state.consensus_sgd and settings.weight_decay_in == "z":
         decay = admm.decay_of_layers(settings, state.layout)
         scale_(state.z, state.layout, state.rho1 / (decay + state.rho1))
@@ -104,7 +102,7 @@ def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np
         if workers.comm.rank == 0:
             mask = project_locally(state.z, state, stage.strict, settings.round_to)
         mask = workers.broadcast_bits(mask, kind="mask")
-        change_mask(state, mask)
+        adopt_mask(state, mask)
         apply_factors_(state.z, state.layout, state.groups, state.factors)
     moved = None
     if stage.measured:

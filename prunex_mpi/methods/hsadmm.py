@@ -31,15 +31,8 @@ from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core import admm, loop
 from prunex_mpi.core.alike import holds_alike, take_first_
 from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
+from prunex_mpi.core.exchange import arrive_, exchange_, take_over_
 from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
-from prunex_mpi.core.message import (
-    arrive_,
-    exchange_message_,
-    fill_message_,
-    sent_in,
-    take_over_,
-    way_of,
-)
 from prunex_mpi.core.removal import remove_dropped_
 from prunex_mpi.core.schedule import Stage, find_stage, local_steps, may_stop, note_drift_
 from prunex_mpi.core.scores import scored, watch_
@@ -47,7 +40,7 @@ from prunex_mpi.core.state import (
     KNOWN,
     RunContext,
     State,
-    change_mask,
+    adopt_mask,
     forget_momentum_,
     freeze,
     starts_from_z,
@@ -278,7 +271,7 @@ def project(
             mask = project_locally(weighed, state, stage.strict, round_to)
         mask = node.broadcast_bits(mask)
         if stage.vote:
-            change_mask(state, mask)
+            adopt_mask(state, mask)
             factors = state.factors
         else:
             factors = masks.build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
@@ -308,18 +301,12 @@ def inter_node_consensus(
     state, leader, node = context.state, wires.workers, wires.node
     if stage.union:
         mask = agree_by_or(leader, state.mask) if leader.is_member else state.mask
-        change_mask(state, node.broadcast_bits(mask))
-    counted = fill_message_(leader, node, state, context.settings.payload)
-    state.position.part = 0
+        adopt_mask(state, node.broadcast_bits(mask))
+    whole, settings = state.message.fragment(), context.settings
+    exchange_(wires, state, settings.payload, whole, context.behind if behind else None)
     if behind:
-        helper = context.behind
-        ways = helper.between, helper.node, state, helper.transport, helper.clock
-        state.position.under_way = way_of(state)
-        helper.begin(lambda: exchange_message_(*ways, counted))
         return None
-    ways = leader.comm, node.comm, state, leader.transport, leader.clock
-    exchange_message_(*ways, counted)
-    take_over_(state, way_of(state), freezes=stage.freeze)
+    take_over_(state, settings, whole, state.position.iteration, freezes=stage.freeze)
     return squared_distances(state.z, state.last_z, state.layout) if stage.measured else None
 
 
@@ -343,17 +330,15 @@ def z_arrives(context: RunContext) -> None:
     if context.behind is not None:
         context.behind.finish()
         clock.late += time.perf_counter() - started
-    position = state.position
-    settings, part = context.settings, position.part
-    k = sent_in(position.iteration, part, settings)
-    place = arrive_(state, settings, position.under_way, k, part, behind=True)
+    settings = context.settings
+    fragment = arrive_(state, settings, behind=True)
     if starts_from_z(state, settings):
-        merge_(state, settings, place)
+        merge_(state, settings, fragment.place)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
         admm.update_rho2(state, settings)
         admm.set_anchor_(state)
-    position.under_way = ""
+    state.position.under_way = ""
     clock.behind += now(state.theta.device) - started
 
 

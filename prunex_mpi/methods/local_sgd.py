@@ -16,7 +16,6 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
 from prunex_mpi.core.loop import finish_round, goes_behind, phase, rounds, split_local
-from prunex_mpi.core.message import outer_step_
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import RunContext, freeze, wires_of
 from prunex_mpi.core.statistics import find_reference_
@@ -37,7 +36,7 @@ HIGH_UNSTEADY_RATE = 0.05
 def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
     """Train from `position` on; yield as `hsadmm.outer_iterations`. Collective on `world`.
 
-    Of `seconds`, `dual` is diloco's outer step. Raises Diverged on every rank.
+    Raises Diverged on every rank.
     """
     state, settings = context.state, context.settings
     wires = wires_of(topology, state, context.transport)
@@ -78,9 +77,6 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
                     else:
                         hsadmm.inter_node_consensus(wires, context, stage, behind)
                     loss = mean_loss(topology.world, state, loss)
-                with phase(context, this, "dual"):
-                    if not behind:
-                        outer_step_(state, settings, this.k)
 
             # Nobody was trained with z: its statistics are estimated where it is looked at.
             estimate = ""

@@ -28,6 +28,7 @@ from prunex_mpi.core.broadcast import broadcast_weights_
 from prunex_mpi.core.evaluation import statistics_of_z
 from prunex_mpi.core.grouping import choose_rules, make_groups
 from prunex_mpi.core.optimizer import OptimizerMemory
+from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Problem, RunContext, State, build_state, weights
 from prunex_mpi.core.threads import set_threads
@@ -346,29 +347,33 @@ class Replica:
         where = [self._topology.world.rank, *self._topology.node_sizes]
         return {
             "ranks": where,
-            "settings": to_toml(self._context.settings, {}),
-            "steps": self._lockstep.step,
+            "settings": saving.settings_text(self._context.settings),
             "exchanged": self.exchanged,
             "records": copy.deepcopy(self.records),
-            **saving.contents(self._context.state, self._context.problem.model),
+            **saving.contents(self._topology, self._context),
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on the same rank of as many. Collective on `comm`.
+    def load_state_dict(self, saved: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on bit for bit from what `state_dict` returned on the same rank of the same nodes.
 
+        On other nodes from what all ranks had in common, by the list of all their states in order:
+        z, masks and mean moments are kept, duals begin anew, and so does the interval under way.
         Raises UserError on every rank where it is of other ranks, settings or another model.
+        Collective on `comm`.
         """
         world, context = self._topology.world, self._context
-        where = [world.rank, *self._topology.node_sizes]
-        text = to_toml(context.settings, {})
-        check = partial(saving.check, saved, where, text, context.state)
-        run_collectively(world, check)
+        same = isinstance(saved, dict)
+        states = [saved] if same else saved
+        here = [world.rank, *self._topology.node_sizes] if same else None
+        text = saving.settings_text(context.settings)
+        run_collectively(world, partial(saving.check, states, here, text, context.state))
         self._stepper.close()
-        saving.put_back(saved, context)
-        self.records = copy.deepcopy(saved["records"])
-        self._lockstep.step = saved["steps"]
+        put_back = saving.put_back if same else saving.put_elsewhere
+        put_back(self._topology, saved, context)
+        self.records = copy.deepcopy(states[0]["records"])
+        self._lockstep.step = steps_taken(context)
         self._begin()
-        self.exchanged = saved["exchanged"]
+        self.exchanged = saved["exchanged"] if same else True
 
     def close(self) -> None:
         """Leave the loop, as all ranks do after the same step. Collective on `comm`.

@@ -1,45 +1,43 @@
-"""What a rank of one's own loop keeps to go on bit for bit, and how it is put back."""
+"""What a rank of one's own loop keeps to go on bit for bit, and how it is put back.
 
-from dataclasses import asdict
+The tensors are those of `core/lasting.py`; the optimizer, which may be any, keeps its own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.comm.agreement import run_collectively
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.config.resolve import to_toml
+from prunex_mpi.core import lasting
+from prunex_mpi.core.lasting import Numbers, Tensors
 from prunex_mpi.core.removal import fit_network, left_of
-from prunex_mpi.core.state import RunContext, State, put_mask_back, put_position
+from prunex_mpi.core.state import RunContext, State
+from prunex_mpi.settings.fields import Settings
 
-FLAT = ("theta", "u", "v", "z_node", "z", "stats")
+KINDS = {"ranks": list, "settings": str, "tensors": dict, "numbers": dict, "optimizer": dict}
 
 
-def contents(state: State, model: nn.Module) -> dict[str, Any]:
-    """Return the state of this rank as tensors on the CPU, numbers and text."""
-    tensors = {name: getattr(state, name) for name in FLAT} | {
-        "mask": torch.from_numpy(state.mask),
-        "rho1": torch.from_numpy(state.rho1),
-        "rho2": torch.from_numpy(state.rho2),
-        "payload": state.payload,
-    }
-    fixed = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+def contents(topology: Topology, context: RunContext) -> dict[str, Any]:
+    """Return what this rank has to keep, as copies on the CPU, numbers and text."""
+    state, model = context.state, context.problem.model
+    tensors, numbers = lasting.contents(topology, state, model)
+    for name in state.optimizer.tensors():
+        del tensors[name]
+    if state.position.step:
+        sums = zip(("loss_sum", "loss_count"), state.losses.tolist(), strict=True)
+        numbers["position"] |= dict(sums)
     return {
         "tensors": _copies(tensors),
-        "memory": _copies(state.memory),
-        "model": _copies(dict(model.named_buffers()) | fixed),
+        "numbers": numbers,
         "optimizer": _copies(state.optimizer.optimizer.state_dict()),
-        "scaler": state.scaler.state_dict(),
-        "position": asdict(state.position) | losses_of(state),
-        "stage": [state.frozen, state.consensus_sgd],
         "left": left_of(state),
     }
-
-
-def losses_of(state: State) -> dict[str, float]:
-    """Return sum and count of the losses of the outer iteration under way."""
-    if state.position.step == 0:
-        return {}
-    return dict(zip(("loss_sum", "loss_count"), state.losses.tolist(), strict=True))
 
 
 def _copies(values: Any) -> Any:
@@ -50,47 +48,69 @@ def _copies(values: Any) -> Any:
     return [_copies(value) for value in values] if isinstance(values, list) else values
 
 
-def check(saved: dict[str, Any], ranks: list[int], settings: str, state: State) -> None:
-    """Raise UserError unless `saved` is of this rank, of as many, with the same settings."""
-    kinds = {"ranks": list, "settings": str, "tensors": dict, "memory": dict, "stage": list}
-    if any(not isinstance(saved.get(key), kind) for key, kind in kinds.items()):
-        raise UserError("this is no state_dict of a replica", UNREADABLE)
-    if saved["ranks"] != ranks:
-        rank, *nodes = saved["ranks"]
-        raise UserError(
-            f"the state is of rank {rank} on nodes of {nodes} ranks, and this is rank {ranks[0]} "
-            f"on {ranks[1:]}; each rank goes on from its own state, on the same nodes",
-            UNREADABLE,
-        )
-    if saved["settings"] != settings:
-        raise UserError("the state is of a run with other settings of replicate", UNREADABLE)
-    if saved["memory"].keys() != state.memory.keys() or (
-        not saved["left"] and saved["tensors"]["theta"].shape != state.theta.shape
-    ):
-        raise UserError("the state is of another model", UNREADABLE)
+def settings_text(settings: Settings) -> str:
+    """Return the settings that a run keeps on other nodes as well."""
+    return to_toml(replace(settings, ranks_per_node=1), {})
 
 
-def put_back(saved: dict[str, Any], context: RunContext) -> None:
-    """Restore this rank from what `contents` returned. Does not communicate."""
-    state, model = context.state, context.problem.model
+def check(
+    saved: Sequence[dict[str, Any]], here: list[int] | None, settings: str, state: State
+) -> None:
+    """Raise UserError unless all that was `saved` is of such a run, with the same settings.
+
+    That is the state of the rank that is `here`, of as many, or without it those of all ranks.
+    """
+    for number, one in enumerate(saved):
+        if not isinstance(one, dict) or any(
+            not isinstance(one.get(key), kind) for key, kind in KINDS.items()
+        ):
+            raise UserError("this is no state_dict of a replica", UNREADABLE)
+        rank, *nodes = one["ranks"]
+        if here and one["ranks"] != here:
+            raise UserError(
+                f"the state is of rank {rank} on nodes of {nodes} ranks, and this is rank "
+                f"{here[0]} on {here[1:]}; on other nodes give each rank the list of all states",
+                UNREADABLE,
+            )
+        if not here and (rank, sum(nodes)) != (number, len(saved)):
+            raise UserError(
+                f"state {number} of {len(saved)} is of rank {rank} of {sum(nodes)}; give those of "
+                "all ranks in order",
+                UNREADABLE,
+            )
+        if one["settings"] != settings:
+            raise UserError("the state is of a run with other settings of replicate", UNREADABLE)
+        theta = one["tensors"].get("theta")
+        if theta is None or (not one["left"] and theta.shape != state.theta.shape):
+            raise UserError("the state is of another model", UNREADABLE)
+
+
+def put_back(topology: Topology, saved: dict[str, Any], context: RunContext) -> None:
+    """Restore this rank exactly. Collective on `world` and `node`."""
+    run_collectively(topology.world, partial(_fit_, saved, context))
+    lasting.put_exact(topology, saved["tensors"], saved["numbers"], context)
+    context.state.grad.zero_()
+
+
+def put_elsewhere(topology: Topology, saved: Sequence[dict[str, Any]], context: RunContext) -> None:
+    """Restore what all ranks of other nodes, whose states are `saved`, had in common.
+
+    Collective on `world` and `node`.
+    """
+    world, optimizer = topology.world, context.state.optimizer
+    run_collectively(world, partial(_fit_, saved[0], context))
+
+    def parts(going: Callable[[], None]) -> Iterator[tuple[Tensors, Numbers]]:
+        for one in saved[world.rank :: world.size]:
+            going()
+            yield one["tensors"] | optimizer.flat_of(one["optimizer"]), one["numbers"]
+
+    lasting.put_elsewhere(topology, parts, len(saved), context)
+    context.state.grad.zero_()
+
+
+def _fit_(saved: dict[str, Any], context: RunContext) -> None:
+    """Give the model the size and the optimizer the memory that they had."""
     if reason := fit_network(saved["left"], context):
         raise UserError(f"the state does not fit the model: {reason}", UNREADABLE)
-    tensors = saved["tensors"]
-    put_mask_back(state, tensors["mask"].numpy().astype(bool), *saved["stage"])
-    for name in FLAT:
-        getattr(state, name).copy_(tensors[name])
-    state.payload.copy_(tensors["payload"])
-    for name, array in (("rho1", state.rho1), ("rho2", state.rho2)):
-        np.copyto(array, tensors[name].numpy())
-    for name, tensor in saved["memory"].items():
-        state.memory[name].copy_(tensor)
-    with torch.no_grad():
-        for name, tensor in (*model.named_buffers(), *model.named_parameters()):
-            if name in saved["model"]:
-                tensor.copy_(saved["model"][name])
-    state.optimizer.optimizer.load_state_dict(saved["optimizer"])
-    state.optimizer.see_again_()
-    if state.scaler.is_enabled():
-        state.scaler.load_state_dict(saved["scaler"])
-    put_position(state.position, saved["position"])
-    state.grad.zero_()
+    context.state.optimizer.load_(saved["optimizer"])

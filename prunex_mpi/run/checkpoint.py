@@ -30,16 +30,14 @@ from prunex_mpi.comm.agreement import (
     run_on_first,
 )
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.lasting import SUM, Numbers, Parts, Tensors, lasting
 from prunex_mpi.core.removal import fit_network, left_of
 from prunex_mpi.core.schedule import rate_now
-from prunex_mpi.core.state import OWN, RunContext
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.checkpoint_files import leaders_in, read_rank_file
 from prunex_mpi.run.directory import RunDirectory, same_run
 from prunex_mpi.run.snapshot import (
-    Numbers,
-    Parts,
-    Tensors,
     contents,
     misfit,
     model_digest,
@@ -233,7 +231,8 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
             lost = put_common(topology, parts, sum(manifest["node_sizes"]), context)
         else:
             put_all(topology, *part, context)
-        dealt_out = other and any(key.startswith(OWN) for key in state.memory)
+        table = lasting(state, context.problem.model)
+        dealt_out = other and any(entry.elsewhere == SUM for entry in table.values())
         duals = other and not state.consensus_sgd
         return Restored(name, tuple(refused), other, duals, dealt_out, lost)
     if refused:

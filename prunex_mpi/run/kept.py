@@ -34,11 +34,12 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.collectives import allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
+from prunex_mpi.core.lasting import BUFFER, SUM, Numbers, Tensors, lasting
 from prunex_mpi.core.removal import fit_network, left_of
-from prunex_mpi.core.state import OWN, RunContext
+from prunex_mpi.core.state import RunContext
 from prunex_mpi.models.layout import bits_digest
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.snapshot import Numbers, Tensors, buffers_of, common_contents, put_common
+from prunex_mpi.run.snapshot import common_contents, put_common
 from prunex_mpi.settings.fields import Settings
 
 # Until the end of phase 4 theta, momentum and duals are what the local steps have left.
@@ -194,9 +195,9 @@ def local_work(context: RunContext) -> LocalWork | None:
 def tensors_of(context: RunContext) -> dict[str, Tensor]:
     """Return what local steps change, and the duals that go with it."""
     state = context.state
-    duals = {} if state.consensus_sgd else {"u": state.u, "v": state.v}
-    moments = state.optimizer.tensors()
-    return {"theta": state.theta, **duals, **moments, **buffers_of(context.problem)}
+    of_steps = {"theta", "u", "v", *state.optimizer.tensors()}
+    table = lasting(state, context.problem.model)
+    return {n: e.tensor for n, e in table.items() if n in of_steps or n.startswith(BUFFER)}
 
 
 def put_work_back(topology: Topology, context: RunContext, kept: Kept) -> int:
@@ -288,7 +289,7 @@ def tell(topology: Topology, files: RunDirectory | None, context: RunContext, ke
     change |= {"lost_seconds": max(kept.lost_at - since, 0.0)}
     change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
     what, gone = f"{kept.loss.describe()} lost", []
-    if any(key.startswith(OWN) for key in context.state.memory):
+    if any(e.elsewhere == SUM for e in lasting(context.state, context.problem.model).values()):
         gone.append("what had not been sent yet")
     if kept.apart:
         gone.append("the outer iterations since nodes last exchanged")

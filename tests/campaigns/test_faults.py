@@ -122,7 +122,7 @@ PLACES = (
     Place("prunex_mpi.methods.hsadmm:project", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:inter_node_consensus", per_iteration=1),
     # In the helper thread, where there is one.
-    Place("prunex_mpi.methods.hsadmm:exchange_message_", per_iteration=1),
+    Place("prunex_mpi.core.message:Message.sum_", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:update_duals", per_iteration=1),
     Place("prunex_mpi.methods.hsadmm:take_over_", per_iteration=1),
     Place("prunex_mpi.core.loop:evaluate", per_iteration=1),

@@ -7,18 +7,11 @@ import torch
 from torch import nn
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.message import VELOCITY, outer_memory, outer_step_
+from prunex_mpi.core.exchange import VELOCITY, nesterov_, outer_memory
 from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
 from prunex_mpi.core.state import forget_momentum_
 from prunex_mpi.methods.local_sgd import FEWEST_KEPT, advice
 from prunex_mpi.models.layout import build_layout
-
-
-def step_towards(z, mean, memory, settings, k=1):
-    """Return z after an outer step towards the mean of the ranks."""
-    state = SimpleNamespace(z=mean.clone(), last_z=z.clone(), memory=memory)
-    outer_step_(state, settings, k)
-    return state.z
 
 
 @pytest.mark.parametrize("warmup", [0, 3])
@@ -35,7 +28,8 @@ def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum(warmup):
         theirs.grad = theirs.detach() - mean
         optimizer.param_groups[0]["momentum"] = 0.8 * min(1, k / max(1, warmup))
         optimizer.step()
-        z = step_towards(z, mean, memory, settings, k)
+        last, z = z, mean.clone()
+        nesterov_(settings, k, last, z, memory[VELOCITY])
         torch.testing.assert_close(z, theirs.detach(), rtol=1e-13, atol=1e-13)
     kept = optimizer.state[theirs]["momentum_buffer"]
     torch.testing.assert_close(memory[VELOCITY], kept, rtol=1e-13, atol=1e-13)

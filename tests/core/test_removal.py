@@ -74,7 +74,7 @@ def run(settings, ranks_per_node, make_model):
             momentum = state.optimizer.first_moment
             statistics = torch.empty_like(state.stats)
             batchnorm.read_plain_(state.bn_modules, statistics)
-            kept = state.stats_kept
+            kept = state.message.stats_kept
             vectors = [state.z.clone(), momentum.clone(), statistics[kept]]
             found.append((state.mask, vectors, record["bytes"], record["train_loss"]))
     return found, state

@@ -45,17 +45,19 @@ def test_freezing_masks_what_lives_on(consensus_sgd):
         flat.fill_(1.0)
     adopt_half(state)
     freeze(state, consensus_sgd)
-    pruned = state.layout.numel - state.plan.numel
+    pruned = state.layout.numel - state.message.plan.numel
     assert pruned == 8
     for flat in (state.theta, momentum):
         assert int((flat == 0).sum()) == pruned
     for dual in (state.u, state.v):
         assert int((dual == 0).sum()) == (dual.numel() if consensus_sgd else pruned)
-    travelling = state.plan.numel + state.stats.numel()
-    assert state.message(state.whole_message).numel() == travelling
+    message = state.message
+    whole = message.fragment()
+    sizes = [part.numel() for part in message.values(whole)]
+    assert sizes == [message.plan.numel, state.stats.numel()]
     # In whole blocks; without duals nothing else will travel any more.
-    room = sum(part.numel() for part in state.blocks(state.whole_message))
-    assert state.payload.numel() == room if consensus_sgd else state.payload.numel() >= room
+    room, there = sum(part.numel() for part in message.blocks(whole)), message.buffer.numel()
+    assert there == room if consensus_sgd else there >= room
 
 
 def test_weights_are_lent_and_returned():

@@ -100,19 +100,18 @@ def test_as_many_bytes_leave_as_at_once_and_no_more_than_a_part_between_two_step
 ):
     """In any window of a third of an outer iteration leaves about a third of the message."""
     found, sent = {}, []
-    real = streaming.fill_message_
+    real = streaming.exchange_
 
-    def noted(leader, node, state, *rest):
+    def noted(wires, state, *rest):
         before = state.position.traffic.payload
-        counted = real(leader, node, state, *rest)
+        real(wires, state, *rest)
         now = STEPS * (state.position.iteration - 1) + state.position.step
         sent.append((now, state.position.traffic.payload - before))
-        return counted
 
     for fragments in (1, 3):
         settings = make(**COMMON, method="diloco", payload=payload, fragments=fragments)
         with nodes_of(1) as topology, monkeypatch.context() as patched:
-            patched.setattr(streaming, "fill_message_", noted)
+            patched.setattr(streaming, "exchange_", noted)
             stream = RandomStream(WORLD.rank, torch.float64)
             runs = run_driver(topology, settings, new_net(), stream, STEPS)
             found[fragments] = [record["bytes"] for record, _ in runs]

@@ -26,7 +26,6 @@ from mpi4py import MPI
 from prunex_mpi.comm.agreement import DIGEST_BYTES
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.config.resolve import make, with_overrides
-from prunex_mpi.core.state import REST
 from prunex_mpi.methods.hsadmm import intra_node_consensus
 from prunex_mpi.pruning.compaction import unpack_
 from prunex_mpi.pruning.masks import apply_factors_
@@ -338,7 +337,7 @@ def test_duals_in_fewer_bits_add_up_to_what_was_left_over(ranks_per_node, payloa
     before, left_over = None, False
     for _, state, _ in run_driver(ranks_per_node, model, stream, settings):
         rest = torch.zeros_like(state.theta)
-        unpack_(state.memory[REST], state.plan, rest)
+        unpack_(state.message.residual, state.message.plan, rest)
         kept = (~kept_nowhere(state)).numpy()
         sums = np.stack([rest.numpy(), state.v.numpy()])
         WORLD.Allreduce(MPI.IN_PLACE, sums, op=MPI.SUM)

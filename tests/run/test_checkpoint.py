@@ -41,7 +41,6 @@ from prunex_mpi.core.state import (
     CODED,
     KNOWN,
     PLAIN,
-    REST,
     Position,
     Problem,
     RunContext,
@@ -326,6 +325,8 @@ def vectors(run: Run) -> dict[str, torch.Tensor]:
     found = {name: getattr(state, name) for name in ("theta", "u", "v", "z_node", "z")}
     found |= state.optimizer.tensors()
     found |= state.memory
+    if state.message.residual is not None:
+        found["residual"] = state.message.residual
     if run.settings.method.name in WORKERS_SHARE and not run.topology.is_leader:
         # Followers have no use for what the workers share.
         found = {name: t for name, t in found.items() if not name.startswith("shared.")}
@@ -538,7 +539,7 @@ def test_a_checkpoint_without_what_is_under_way_is_refused():
         whose = {"leader": True, "first": first, "same_nodes": True}
         tensors, numbers = contents(topology, run.state, run.problem)
         assert misfit(tensors, numbers, run.state, run.problem, **whose) == ""
-        for key, reason in (("message", "under way"), ("stats", "stats is None")):
+        for key, reason in (("message", "in flight"), ("stats", "stats is None")):
             less = {name: tensor for name, tensor in tensors.items() if name != key}
             found = misfit(less, numbers, run.state, run.problem, **whose)
             assert reason in found if first or key == "stats" else found == ""
@@ -685,8 +686,8 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
             assert not new["u"].any() and not new["v"].any()
             position = second.state.position
             assert (position.iteration, position.step, position.under_way) == (call // 3 + 1, 0, "")
-            if REST in old:
-                total, dealt = old[REST].numpy(), new[REST].numpy()
+            if "residual" in old:
+                total, dealt = old["residual"].numpy(), new["residual"].numpy()
                 WORLD.Allreduce(total.copy(), total)
                 assert total.any() == (len(sizes) > 1)
                 share = topology.node_weight if topology.is_leader else 0.0

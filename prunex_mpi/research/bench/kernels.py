@@ -63,14 +63,15 @@ def project_alone(state: State, settings: Settings) -> np.ndarray:
 
 def _steps(bench: Bench, state: State) -> Table:
     settings = bench.settings
-    theta, payload = state.theta, state.payload[: state.plan.numel]
+    theta, whole = state.theta, state.message.fragment()
+    payload, _ = state.message.values(whole)
     target = torch.empty_like(theta)
 
     def candidate() -> None:
         torch.add(state.theta, state.u, out=state.scratch)
 
     def fill_payload() -> None:
-        pack_(state.theta, state.plan, state.message(state.whole_message))
+        pack_(state.theta, whole.plan, payload)
 
     node = wires_of(bench.topology, state, bench.transport).node
 
@@ -83,7 +84,7 @@ def _steps(bench: Bench, state: State) -> Table:
         return hsadmm.intra_node_consensus(node, state, settings)
 
     def unpack() -> None:
-        unpack_(state.message(state.whole_message), state.plan, state.scratch)
+        unpack_(payload, whole.plan, state.scratch)
 
     model, both = ("the model", (theta,)), ("both duals", (state.u, state.v))
     projection = Action(lambda: project_alone(state, settings), candidate)
@@ -107,7 +108,7 @@ def _steps(bench: Bench, state: State) -> Table:
         size = sum(s.numel() * s.element_size() for s in sources) / MIB
         aim = _aim_on(bench, AIM) if name in WITH_AIM else None
         rows.append((name, what, size, 1e3 * copy, 1e3 * best[name], best[name] / copy, aim))
-    kept = state.plan.numel / state.layout.numel
+    kept = whole.plan.numel / state.layout.numel
     return Table(
         f"Kernels on one rank: {settings.model}, {state.layout.numel:,} parameters, "
         f"{'+'.join(settings.groups)} groups, payload {100 * kept:.1f} % of the model",

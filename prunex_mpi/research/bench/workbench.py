@@ -58,6 +58,6 @@ def make_state(settings: Settings, device: torch.device) -> State:
     layout = build_layout(model)
     groups = make_groups(settings, model, layout, IMAGES)
     state = build_state(model.to(device), layout, groups, settings)
-    for flat in (state.u, state.v, state.grad, state.scratch, state.payload):
+    for flat in (state.u, state.v, state.grad, state.scratch, state.message.buffer):
         flat.normal_(std=1e-3)
     return state

@@ -1,0 +1,228 @@
+"""What a leader offers to the other nodes, and what becomes of z by the sum of all offers.
+
+As float32 it is the weighted z_i + v_i and the mean is its sum. In fewer bits what travels is the
+*difference* d_i = z_i + v_i - z to the last z, which all ranks know, with error feedback: a leader
+sends Q(w_i d_i + e_i), w_i = P_i/N, the owner of a share Q(sum + its e_i), and what either rounding
+leaves over is the next e_i. So z changes by exactly what all ranks decode. With E = sum_i e_i,
+
+    sum_i P_i v_i = N (E_k - E_{k-1})   after phase 5, in place of zero:
+
+what the last rounding left over, less the one before. It does not add up over iterations. Groups
+that are pruned take what was left over of them along. BatchNorm statistics travel as differences
+to the last known ones as well, in bfloat16, without feedback: they are found anew every time. The
+first known ones are a mean in float32 (`find_reference_`).
+
+DiLoCo's step between nodes (Douillard et al. 2023) follows: SGD with Nesterov momentum on z.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
+from prunex_mpi.comm.async_exchange import AsyncExchange
+from prunex_mpi.comm.wire import Wire, Wires
+from prunex_mpi.core.evaluation import add_z_
+from prunex_mpi.core.message import Fragment, message_bytes
+from prunex_mpi.core.state import CODED, KNOWN, PLAIN, SHARED, State, agreeing
+from prunex_mpi.models import batchnorm
+from prunex_mpi.pruning.compaction import pack_, unpack_
+from prunex_mpi.pruning.masks import apply_factors_
+from prunex_mpi.settings.fields import Settings
+
+
+def exchange_(
+    wires: Wires,
+    state: State,
+    payload: str,
+    fragment: Fragment,
+    behind: AsyncExchange | None = None,
+) -> None:
+    """Sum the nodes' contributions to z, of one fragment, into the buffer of the message.
+
+    With a helper, `behind`, that goes on over its own communicators while this rank trains, and
+    z_i, v_i and z of the fragment must stay as they are until it has arrived. With one node
+    everything travels as float32. Collective on `workers.comm` and `node.comm`.
+    """
+    leader, node, message = wires.workers, wires.node, state.message
+    wire_dtype = payload if leader.ring > 1 else "fp32"
+    message.make_codes_(wire_dtype, leader.peers, leader.transport, fragment)
+    _compare_plans(leader, state)
+    if leader.is_member:
+        # Retired duals are zero.
+        dual = None if state.consensus_sgd else state.v
+        offer_ = _offer_values_ if message.codes is None else _offer_difference_
+        offer_(leader, state, dual, fragment)
+    counted = _count(leader, node, state, wire_dtype, fragment)
+    state.position.part = fragment.number
+    if behind is None:
+        message.sum_(leader.comm, node.comm, leader.transport, leader.clock, fragment, counted)
+        return
+    state.position.under_way = PLAIN if message.codes is None else CODED
+    ways = behind.between, behind.node, behind.transport, behind.clock
+    behind.begin(partial(message.sum_, *ways, fragment, counted))
+
+
+def _compare_plans(leader: Wire, state: State) -> None:
+    """Raise on every leader where their messages have other parameters. Collective, if new."""
+    if state.message.agreed:
+        return
+    if leader.is_member:
+        with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
+            alike = digests_agree(leader.comm, state.message.plan.digest)
+        if not alike:
+            raise RuntimeError("the leaders' compact layouts differ; nothing was exchanged")
+    state.message.agreed = True
+
+
+def _offer_values_(leader: Wire, state: State, dual: Tensor | None, fragment: Fragment) -> None:
+    """Write the weighted z_i + v_i and statistics of this node into the message."""
+    parameters, statistics = state.message.values(fragment)
+    pack_(state.z_node, fragment.plan, parameters, dual, leader.weight)
+    torch.index_select(state.stats, 0, fragment.stats_kept, out=statistics)
+    statistics.mul_(leader.weight)
+
+
+def _offer_difference_(leader: Wire, state: State, dual: Tensor | None, fragment: Fragment) -> None:
+    """Add the weighted difference to the residual; write that of the statistics."""
+    message, numel, place = state.message, fragment.plan.numel, fragment.place
+    parameters, statistics = message.blocks(fragment)
+    torch.sub(state.z_node[place], state.z[place], out=state.scratch[place])
+    pack_(state.scratch, fragment.plan, parameters, dual)
+    residual = message.residual[fragment.span]
+    residual.add_(parameters[:numel], alpha=leader.weight)
+    offer = message.offer(fragment)
+    if fragment.number:
+        offer[:numel].copy_(residual)
+    # int2 has no zero: what fills up the last block has something left over as well.
+    offer[numel:].zero_()
+    known = batchnorm.of_reference(state.bn_modules, state.memory[KNOWN])
+    kept = fragment.stats_kept
+    statistics.zero_()
+    torch.index_select(torch.sub(state.stats, known), 0, kept, out=statistics[: kept.numel()])
+    statistics.mul_(leader.weight)
+
+
+def _count(
+    leader: Wire, node: Wire, state: State, wire_dtype: str, fragment: Fragment
+) -> dict[str, int]:
+    """Count the bytes of a fragment between the nodes and in them; return them."""
+    size = state.theta.element_size()
+    numels = fragment.plan.numel, fragment.stats_kept.numel()
+    if fragment.last:
+        # Of the network as it was, whatever it has lost.
+        state.position.traffic.dense += (state.whole.layout.numel + state.whole.stats) * size
+    blocks = state.message.blocks(fragment) if wire_dtype != "fp32" else ()
+    travelling = message_bytes(wire_dtype, *numels, size)
+    summed = sum(block.nbytes for block in blocks)
+    return leader.count(travelling, summed=summed) | node.count(travelling)
+
+
+# --------------------------------------------------------------------------------------------------
+# What becomes of z
+# --------------------------------------------------------------------------------------------------
+
+
+def arrive_(state: State, settings: Settings, behind: bool = False) -> Fragment:
+    """Take over the fragment that is under way, with what follows from a new z; return it.
+
+    The outer iteration in which it has left may be over.
+    """
+    position = state.position
+    fragment = state.message.fragment(position.part, settings.fragments)
+    k = position.iteration - 1 if fragment.last else position.iteration
+    coded = position.under_way == CODED
+    take_over_(state, settings, fragment, k, coded=coded, behind=behind)
+    if fragment.last:
+        add_z_(state, settings)
+    return fragment
+
+
+def take_over_(
+    state: State,
+    settings: Settings,
+    fragment: Fragment,
+    k: int,
+    *,
+    coded: bool | None = None,
+    behind: bool = False,
+    freezes: bool = False,
+) -> None:
+    """Make the mean that the message holds z, zero where the mask is; set the statistics.
+
+    It has left in outer iteration `k`. With `behind` the model has gone on training since: its
+    statistics move by as much as those of the node. The mask `freezes` where it was chosen in this
+    outer iteration. What all of z was before is then `last_z`, where there is no outer step. Does
+    not communicate.
+    """
+    message, place = state.message, fragment.place
+    coded = message.codes is not None if coded is None else coded
+    parameters, statistics = message.blocks(fragment) if coded else message.values(fragment)
+    unpack_(parameters, fragment.plan, state.scratch)
+    mean, last = state.scratch[place], state.z[place]
+    if coded:
+        mean.add_(last)
+    if not fragment.number and (not state.shrinks or (coded and (freezes or not state.frozen))):
+        # z may hold groups that are pruned from now on.
+        apply_factors_(mean, state.layout, state.groups, state.factors)
+    if VELOCITY in state.memory:
+        nesterov_(settings, k, last, mean, state.memory[VELOCITY][place])
+    if fragment.number:
+        last.copy_(mean)
+    else:
+        state.z, state.scratch = state.scratch, state.z
+    if fragment.last:
+        _take_statistics_(state, fragment, statistics, coded, behind)
+
+
+def _take_statistics_(
+    state: State, fragment: Fragment, statistics: Tensor, coded: bool, behind: bool
+) -> None:
+    """Set the statistics of the model, those that are known, and `stats` to the mean that came."""
+    modules, known, kept = state.bn_modules, state.memory[KNOWN], fragment.stats_kept
+    values = statistics[: kept.numel()]
+    if coded:
+        values = values.add_(batchnorm.of_reference(modules, known)[kept])
+    mean = state.stats.index_copy(0, kept, values)
+    model = mean
+    if behind:
+        moved = torch.empty_like(mean)
+        batchnorm.read_(modules, moved, known)
+        model = mean + moved.sub_(state.stats)
+        batchnorm.as_plain_(modules, model, known)
+    batchnorm.as_plain_(modules, mean, known)
+    if state.alone:
+        # Its own, without the rounding of differences.
+        own = torch.empty_like(mean)
+        batchnorm.read_plain_(modules, own)
+        model = own
+        mean = mean if behind else own
+    known.index_copy_(0, kept, mean[kept])
+    # Removed channels are left as they have been reset.
+    batchnorm.reset_(modules, state.stats)
+    batchnorm.write_plain(modules, state.stats.index_copy(0, kept, model[kept]))
+    state.stats.index_copy_(0, kept, mean[kept])
+
+
+VELOCITY = f"{SHARED}outer_momentum"
+
+
+def outer_memory(theta: Tensor) -> dict[str, Tensor]:
+    """Allocate the velocity of `nesterov_`, in whose presence each exchange is such a step."""
+    return {VELOCITY: torch.zeros_like(theta)}
+
+
+def nesterov_(settings: Settings, k: int, last: Tensor, mean: Tensor, velocity: Tensor) -> None:
+    """Make the mean what the outer step `k` leads to; `last` is overwritten.
+
+    b = momentum b + (last - mean), mean = last - lr (last - mean + momentum b). Written so that lr
+    1 without momentum is the mean, bit for bit. The mask is kept: all vanish outside of it. The
+    momentum rises to its value by `outer_warmup` equal steps.
+    """
+    lr, momentum = settings.options.outer_lr, settings.options.outer_momentum
+    if k < settings.options.outer_warmup:
+        momentum *= k / settings.options.outer_warmup
+    step = last.sub_(mean)
+    velocity.mul_(momentum).add_(step)
+    mean.add_(step, alpha=1 - lr).add_(velocity, alpha=-lr * momentum)

@@ -1,0 +1,289 @@
+"""Every tensor that one step hands to the next, declared once; saved and put back by that.
+
+Checkpoints, what ranks keep in memory against the loss of a node, an own loop's state and removal
+of channels are loops over the table of `lasting`.
+
+| owner | who holds it                        | who writes it        |
+|-------|-------------------------------------|----------------------|
+| RANK  | each rank its own                   | each rank            |
+| NODE  | the ranks of a node, alike          | leaders              |
+| ALL   | all ranks, alike                    | world rank 0         |
+
+On the same nodes all of it is put back bit for bit (on the CPU). On other nodes a run goes on from
+what the ranks have in common, by the second entry: FIRST is world rank 0's, MEAN that of all ranks;
+SUM counts by its sum over all ranks, as gradients that have not been sent yet, and is dealt out
+anew by the ranks' weights; the rest begins anew, from z (FROM_Z) or 0 (ZERO), so that
+sum_i P_i v_i = 0. Z has what was in flight between the nodes.
+
+The third says what becomes of it when channels leave: vectors of PARAMETERS are cut, STATISTICS
+too, a MESSAGE is compact already; what has no size of the network's (ITSELF) stays.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.agreement import broadcast_json, run_collectively_while
+from prunex_mpi.comm.collectives import allreduce_
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.comm.wire import worker_weight
+from prunex_mpi.core.admm import update_rho2
+from prunex_mpi.core.broadcast import broadcast_tensor_
+from prunex_mpi.core.evaluation import BEST, BEST_STATS, EMA, EMA_STATS
+from prunex_mpi.core.exchange import arrive_
+from prunex_mpi.core.state import (
+    EACH,
+    KNOWN,
+    OWN,
+    SUM_OF,
+    RunContext,
+    State,
+    begin_iteration,
+    every_rank_sends,
+    put_mask_back,
+    put_position,
+)
+from prunex_mpi.models import batchnorm
+from prunex_mpi.models.layout import trained_parameters
+
+RANK, NODE, ALL = "rank", "node", "all"
+FIRST, MEAN, SUM, FROM_Z, ZERO = "first", "mean", "sum", "from z", "zero"
+PARAMETERS, STATISTICS, MESSAGE, ITSELF = "parameters", "statistics", "message", "itself"
+BUFFER, FIXED = "buffer.", "fixed."
+MASK = "mask"
+# Of memory beside the methods'.
+CUT_OF = {
+    **dict.fromkeys((KNOWN, EMA_STATS, BEST_STATS), STATISTICS),
+    **dict.fromkeys((EMA, BEST), PARAMETERS),
+}
+
+Tensors = dict[str, Tensor]
+Numbers = dict[str, Any]
+# Of several ranks what each has written; calls what it is given as reading goes on.
+Parts = Callable[[Callable[[], None]], Iterator[tuple[Tensors, Numbers]]]
+
+
+class Lasting(NamedTuple):
+    """A tensor, no copy: who owns it, what becomes of it elsewhere and when channels leave."""
+
+    tensor: Tensor
+    owner: str
+    elsewhere: str
+    cut: str = ITSELF
+
+    def is_written(self, leader: bool, first: bool) -> bool:
+        """Return whether a `leader`, the `first` of all ranks or another one writes it."""
+        return first or self.owner == RANK or (self.owner == NODE and leader)
+
+
+def lasting(
+    state: State, model: nn.Module, *, retired: bool | None = None, in_flight: bool | None = None
+) -> dict[str, Lasting]:
+    """Return the table: of the state as it is, or as it would be with duals that are `retired`.
+
+    The same of what is `in_flight` between the nodes. The mask, which says what the others are of,
+    stands apart.
+    """
+    retired = state.consensus_sgd if retired is None else retired
+    in_flight = bool(state.position.under_way) if in_flight is None else in_flight
+    table = {
+        "theta": Lasting(state.theta, RANK, FROM_Z, PARAMETERS),
+        "z_node": Lasting(state.z_node, NODE, FROM_Z, PARAMETERS),
+        "z": Lasting(state.z, ALL, FIRST, PARAMETERS),
+        "rho1": Lasting(torch.from_numpy(state.rho1), ALL, FIRST),
+        "rho2": Lasting(torch.from_numpy(state.rho2), ALL, FIRST),
+    }
+    if not retired:
+        table["u"] = Lasting(state.u, RANK, ZERO, PARAMETERS)
+        table["v"] = Lasting(state.v, NODE, ZERO, PARAMETERS)
+    for name, moment in state.optimizer.moments.items():
+        table[name] = Lasting(moment, RANK, MEAN, PARAMETERS)
+    for name, number in state.optimizer.numbers.items():
+        table[name] = Lasting(number, RANK, MEAN)
+    if state.message.residual is not None:
+        table["residual"] = Lasting(state.message.residual, RANK, SUM, MESSAGE)
+    if in_flight:
+        # Statistics that were offered with it.
+        table["stats"] = Lasting(state.stats, RANK, FIRST, STATISTICS)
+        table["message"] = Lasting(state.message.buffer, ALL, FIRST, MESSAGE)
+    for name, tensor in state.memory.items():
+        kind = (RANK, SUM) if name.startswith(OWN) else (ALL, FIRST)
+        kind = (RANK, MEAN) if name.startswith(EACH) else kind
+        table[name] = Lasting(tensor, *kind, CUT_OF.get(name, ITSELF))
+    # Of BatchNorm statistics elsewhere the mean over all data, see `put_elsewhere`.
+    for name, buffer in model.named_buffers():
+        table[f"{BUFFER}{name}"] = Lasting(buffer.detach(), RANK, FIRST)
+    trained = trained_parameters(model)
+    for name, parameter in model.named_parameters():
+        if name not in trained:
+            table[f"{FIXED}{name}"] = Lasting(parameter.detach(), ALL, FIRST)
+    return table
+
+
+# --------------------------------------------------------------------------------------------------
+# What a rank writes
+# --------------------------------------------------------------------------------------------------
+
+
+def contents(topology: Topology, state: State, model: nn.Module) -> tuple[Tensors, Numbers]:
+    """Return what this rank writes: its tensors on the CPU, copies of the model's own."""
+    first = topology.world.rank == 0
+    tensors = {
+        name: on_cpu(entry.tensor, copied=name.startswith((BUFFER, FIXED)))
+        for name, entry in lasting(state, model).items()
+        if entry.is_written(topology.is_leader, first)
+    }
+    if first:
+        tensors[MASK] = torch.from_numpy(np.packbits(state.mask))
+    return tensors, numbers_of(state)
+
+
+def on_cpu(tensor: Tensor, copied: bool) -> Tensor:
+    """Return a contiguous tensor on the CPU, a copy where it would not be one otherwise."""
+    # What is the model's own may share memory or lie in another order.
+    return tensor.cpu().contiguous().clone() if copied else tensor.cpu()
+
+
+def numbers_of(state: State) -> Numbers:
+    """Return what goes through JSON: position, whether masks are frozen and duals retired."""
+    return {
+        "position": asdict(state.position),
+        "stage": [state.frozen, state.consensus_sgd],
+        "scaler": state.scaler.state_dict(),
+    }
+
+
+def common_contents(state: State, model: nn.Module, complete: bool) -> tuple[Tensors, Numbers]:
+    """Return what `put_elsewhere` needs of a rank of which nothing else may be left, no copies.
+
+    Where what was in flight between the nodes is not `complete`, z is what it was before, and what
+    was offered then is lost: it is in the residual, which the helper thread writes.
+    """
+    table, numbers = lasting(state, model), numbers_of(state)
+    tensors = {n: e.tensor for n, e in table.items() if e.elsewhere in (FIRST, MEAN, SUM)}
+    tensors[MASK] = torch.from_numpy(np.packbits(state.mask))
+    if state.position.under_way and not complete:
+        numbers["position"]["under_way"] = ""
+        del tensors["message"]
+        if "residual" in tensors:
+            residual = tensors["residual"]
+            tensors["residual"] = residual.new_zeros(1).expand(residual.shape)
+    return tensors, numbers
+
+
+# --------------------------------------------------------------------------------------------------
+# What a rank puts back
+# --------------------------------------------------------------------------------------------------
+
+
+def put_exact(topology: Topology, tensors: Tensors, numbers: Numbers, context: RunContext) -> None:
+    """Restore this rank on the same nodes. Collective on `world` and `node`."""
+    state, model = context.state, context.problem.model
+    put_position(state.position, numbers["position"])
+    _put_mask(topology.world, tensors, numbers, state)
+    for name, entry in lasting(state, model).items():
+        if name in tensors:
+            entry.tensor.copy_(tensors[name])
+        comm = {RANK: None, NODE: topology.node, ALL: topology.world}[entry.owner]
+        if comm is not None:
+            broadcast_tensor_(comm, entry.tensor, context.transport)
+    if state.consensus_sgd:
+        state.u.zero_()
+        state.v.zero_()
+    if state.scaler.is_enabled():
+        state.scaler.load_state_dict(numbers["scaler"])
+
+
+def put_elsewhere(topology: Topology, parts: Parts, ranks: int, context: RunContext) -> Numbers:
+    """Restore what ranks on other nodes have in common; return the first rank's numbers.
+
+    There were as many `ranks` before; those that are left are dealt out as `parts`, which each
+    rank reads. The outer iteration under way begins anew. Collective on `world` and `node`.
+    """
+    world, settings, transport = topology.world, context.settings, context.transport
+    state, model = context.state, context.problem.model
+    table = lasting(state, model)
+    summed = {n: e for n, e in table.items() if e.elsewhere in (MEAN, SUM)}
+    # About 0, which float64 has the digits for.
+    stats = torch.zeros_like(state.stats, dtype=torch.float64)
+    each, zero = torch.empty_like(stats), torch.zeros_like(stats)
+    for entry in summed.values():
+        entry.tensor.zero_()
+    given = np.zeros(1, dtype=np.int64)
+
+    def add_up(going: Callable[[], None]) -> tuple[Tensors, Numbers]:
+        first: tuple[Tensors, Numbers] = ({}, {})
+        for tensors, numbers in parts(going):
+            given[0] += 1
+            if world.rank == 0 and not first[0]:
+                first = tensors, numbers
+            for name, buffer in model.named_buffers():
+                buffer.copy_(tensors[f"{BUFFER}{name}"])
+            batchnorm.read_(state.bn_modules, each, zero)
+            stats.add_(each)
+            for name, entry in summed.items():
+                entry.tensor.add_(tensors[name].to(entry.tensor.device))
+        return first
+
+    first, numbers = run_collectively_while(world, add_up, context.heartbeat.go_on)
+    world.Allreduce(MPI.IN_PLACE, given)
+    numbers = broadcast_json(world, numbers)
+    allreduce_(world, stats, transport)
+    put_position(state.position, numbers["position"])
+    _put_mask(world, first, numbers, state)
+    weight = worker_weight(topology, every_rank_sends(settings))
+    left = {}
+    for name, entry in summed.items():
+        allreduce_(world, entry.tensor.view(-1), transport)
+        if entry.elsewhere == MEAN:
+            entry.tensor.div_(given[0])
+            continue
+        if (whole := f"{SUM_OF}{name.removeprefix(OWN)}s") in state.memory:
+            left[whole] = entry.tensor.clone()
+        entry.tensor.mul_(weight)
+    for name, entry in lasting(state, model).items():
+        if entry.elsewhere == FIRST:
+            if name in first:
+                entry.tensor.copy_(first[name])
+            broadcast_tensor_(world, entry.tensor, transport)
+    if given[0] < ranks:
+        # Of those who are left.
+        for name, total in left.items():
+            state.memory[name].copy_(total)
+    state.u.zero_()
+    state.v.zero_()
+    _let_arrive_(state, context)
+    state.theta.copy_(state.z)
+    state.z_node.copy_(state.z)
+    batchnorm.as_plain_(state.bn_modules, stats.div_(given[0]), zero)
+    batchnorm.write_plain(state.bn_modules, stats)
+    begin_iteration(state.position)
+    state.position.part, state.position.apart = 0, False
+    if state.scaler.is_enabled():
+        state.scaler.load_state_dict(numbers["scaler"])
+    return numbers
+
+
+def _let_arrive_(state: State, context: RunContext) -> None:
+    """Take over the last that the old nodes have agreed on, if it was in flight still."""
+    if state.position.under_way:
+        arrive_(state, context.settings)
+        if not state.consensus_sgd:
+            update_rho2(state, context.settings)
+        state.position.under_way = ""
+
+
+def _put_mask(world: MPI.Comm, tensors: Tensors, numbers: Numbers, state: State) -> None:
+    """Adopt the mask of world rank 0, which holds it in `tensors`, and its stage. Collective."""
+    bits = np.packbits(state.mask)
+    if world.rank == 0:
+        bits[:] = tensors[MASK].numpy()
+    world.Bcast(bits, root=0)
+    mask = np.unpackbits(bits, count=state.mask.size).astype(bool)
+    put_mask_back(state, mask, *numbers["stage"])
