@@ -32,7 +32,6 @@ from prunex_mpi.models.layout import (
     tile_norms,
     tiles,
 )
-from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.settings.fields import RHO_MIN, Settings
 
 # --------------------------------------------------------------------------------------------------
@@ -53,7 +52,7 @@ def start_from_(state: State, settings: Settings, source: Tensor) -> None:
         state.theta.copy_(source)
         return
     kept = state.scratch.copy_(state.theta)
-    apply_factors_(kept, state.layout, state.groups, state.factors)
+    state.mask.apply_(kept)
     left = settings.freeze_iteration - state.position.iteration
     state.theta.sub_(kept).mul_(left / (left + 1)).add_(source)
 
@@ -157,7 +156,7 @@ def step_duals_(state: State, measured: bool) -> np.ndarray | None:
 def forget_duals_(state: State, settings: Settings) -> None:
     """Set u to zero in groups that theta has and z does not: it would add them up."""
     if settings.dropped != "cut" and not state.frozen:
-        apply_factors_(state.u, state.layout, state.groups, state.factors)
+        state.mask.apply_(state.u)
 
 
 # --------------------------------------------------------------------------------------------------

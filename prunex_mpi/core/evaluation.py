@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -133,7 +134,7 @@ def memory_of_best(settings: Settings, state: State) -> dict[str, Tensor]:
     return {
         BEST: torch.zeros_like(state.z),
         BEST_STATS: torch.zeros_like(state.stats),
-        BEST_MASK: torch.ones(state.mask.size, dtype=torch.bool),
+        BEST_MASK: torch.ones(state.mask.bits.size, dtype=torch.bool),
     }
 
 
@@ -147,7 +148,7 @@ def keep_best_(context: RunContext, found: dict[str, float]) -> None:
         state.position.best = list(here)
         state.memory[BEST].copy_(state.z)
         batchnorm.read_plain_(state.bn_modules, state.memory[BEST_STATS])
-        state.memory[BEST_MASK].copy_(torch.from_numpy(state.mask))
+        state.memory[BEST_MASK].copy_(torch.from_numpy(state.mask.bits))
 
 
 def stage_of(settings: Settings, k: int, frozen: bool) -> float:
@@ -185,7 +186,8 @@ def best_of(context: RunContext) -> Iterator[None]:
     if not _is_kept(state):
         yield
         return
-    last, state.mask = state.mask, state.memory[BEST_MASK].numpy()
+    last, bits = state.mask, state.memory[BEST_MASK].numpy()
+    state.mask = replace(last, bits=bits)
     try:
         with in_place_of_z(state, state.memory[BEST], state.memory[BEST_STATS]):
             yield

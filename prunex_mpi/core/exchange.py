@@ -28,7 +28,6 @@ from prunex_mpi.core.message import Fragment, message_bytes
 from prunex_mpi.core.state import CODED, KNOWN, PLAIN, SHARED, State, agreeing
 from prunex_mpi.models import batchnorm
 from prunex_mpi.pruning.compaction import pack_, unpack_
-from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.settings.fields import Settings
 
 
@@ -163,9 +162,11 @@ def take_over_(
     mean, last = state.scratch[place], state.z[place]
     if coded:
         mean.add_(last)
-    if not fragment.number and (not state.shrinks or (coded and (freezes or not state.frozen))):
-        # z may hold groups that are pruned from now on.
-        apply_factors_(mean, state.layout, state.groups, state.factors)
+    # What is added to the last z leaves groups there that are pruned from now on. Flat consensus
+    # sends all, and masks once it has chosen.
+    stale = coded and (freezes or not state.frozen) if state.shrinks else state.frozen
+    if stale and not fragment.number:
+        state.mask.apply_(mean)
     if VELOCITY in state.memory:
         nesterov_(settings, k, last, mean, state.memory[VELOCITY][place])
     if fragment.number:

@@ -140,7 +140,7 @@ def contents(topology: Topology, state: State, model: nn.Module) -> tuple[Tensor
         if entry.is_written(topology.is_leader, first)
     }
     if first:
-        tensors[MASK] = torch.from_numpy(np.packbits(state.mask))
+        tensors[MASK] = torch.from_numpy(np.packbits(state.mask.bits))
     return tensors, numbers_of(state)
 
 
@@ -167,7 +167,7 @@ def common_contents(state: State, model: nn.Module, complete: bool) -> tuple[Ten
     """
     table, numbers = lasting(state, model), numbers_of(state)
     tensors = {n: e.tensor for n, e in table.items() if e.elsewhere in (FIRST, MEAN, SUM)}
-    tensors[MASK] = torch.from_numpy(np.packbits(state.mask))
+    tensors[MASK] = torch.from_numpy(np.packbits(state.mask.bits))
     if state.position.under_way and not complete:
         numbers["position"]["under_way"] = ""
         del tensors["message"]
@@ -281,9 +281,9 @@ def _let_arrive_(state: State, context: RunContext) -> None:
 
 def _put_mask(world: MPI.Comm, tensors: Tensors, numbers: Numbers, state: State) -> None:
     """Adopt the mask of world rank 0, which holds it in `tensors`, and its stage. Collective."""
-    bits = np.packbits(state.mask)
+    bits = np.packbits(state.mask.bits)
     if world.rank == 0:
         bits[:] = tensors[MASK].numpy()
     world.Bcast(bits, root=0)
-    mask = np.unpackbits(bits, count=state.mask.size).astype(bool)
+    mask = np.unpackbits(bits, count=state.mask.bits.size).astype(bool)
     put_mask_back(state, mask, *numbers["stage"])

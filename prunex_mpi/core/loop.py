@@ -49,7 +49,7 @@ def rounds(context: RunContext) -> Iterator[Round]:
     while (left := rounds_left(context, most=2)) > 0:
         k = context.state.position.iteration
         context.heartbeat.iteration = k
-        yield Round(k, left == 1, time.perf_counter(), context.state.mask)
+        yield Round(k, left == 1, time.perf_counter(), context.state.mask.bits)
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def finish_round(
     """
     state = context.state
     position = state.position
-    drift = mask_drift(state.mask, this.mask) if drift is None else drift
+    drift = mask_drift(state.mask.bits, this.mask) if drift is None else drift
     found, task = None, context.problem.task
     with phase(context, this, "evaluate"):
         if this.last or converged:

@@ -18,7 +18,7 @@ def kept_by_segment(state: State) -> dict[int, tuple[int, int]]:
             for i, (s, p) in enumerate(pieces)
             if len(s.shape) > 1
         }
-    layers = zip(state.groups.layers, kept_numel(state.mask, state.groups), strict=True)
+    layers = zip(state.groups.layers, kept_numel(state.mask.bits, state.groups), strict=True)
     return {layer.segment: (kept, layer.numel) for layer, kept in layers}
 
 

@@ -8,7 +8,7 @@ goes on as it would with zeros in their place, up to how sums are rounded.
 Groups and mask remain those of the whole network.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -39,9 +39,9 @@ def remove_dropped_(context: RunContext, averager: GradientAverager | None) -> N
     state, settings = context.state, context.settings
     if not settings.remove_dropped or not state.frozen or state.removes:
         return
-    mask, best, model = state.mask, state.position.best, context.problem.model
+    mask, best, model = state.mask.bits, state.position.best, context.problem.model
     staying = _staying(state, model, mask)
-    state.mask = np.ones_like(mask)
+    state.mask = replace(state.mask, bits=np.ones_like(mask))
     remove_(state, model, ~mask, settings)
     if BEST in staying:
         state.position.best = best
@@ -57,7 +57,7 @@ def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Setti
 
     z and z_i are theta then, and what else the state remembers begins anew.
     """
-    coupling = state.groups.coupling.left(state.mask)
+    coupling = state.groups.coupling.left(state.mask.bits)
     sizes = smaller_sizes(model, coupling, removed)
     tensors = smaller_tensors(model, coupling, removed)
     moments = {
@@ -66,7 +66,7 @@ def remove_(state: State, model: nn.Module, removed: np.ndarray, settings: Setti
     }
     resize_(model, sizes)
     fill_(model, tensors)
-    _rebuild_(state, model, state.mask & ~removed, sizes, settings, moments)
+    _rebuild_(state, model, state.mask.bits & ~removed, sizes, settings, moments)
 
 
 def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Settings) -> None:
@@ -126,14 +126,14 @@ def _rebuild_(
     same = ("position", "scaler", "rho1", "rho2", "frozen", "consensus_sgd", "alone", "losses")
     for kept in same:
         setattr(new, kept, getattr(state, kept))
-    new.mask, new.sizes, new.removes = mask, sizes, True
+    new.mask, new.sizes, new.removes = replace(new.mask, bits=mask), sizes, True
     for field in fields(State):
         setattr(state, field.name, getattr(new, field.name))
 
 
 def left_of(state: State) -> str:
     """Return what is left of a network that becomes smaller, to build it before it is filled."""
-    return np.packbits(state.mask).tobytes().hex() if state.removes else ""
+    return np.packbits(state.mask.bits).tobytes().hex() if state.removes else ""
 
 
 def fit_network(left: str, context: RunContext) -> str:
@@ -142,12 +142,12 @@ def fit_network(left: str, context: RunContext) -> str:
     if not (state.removes or left):
         return ""
     if not left and not context.settings.method.removes:
-        left = np.packbits(np.ones_like(state.mask)).tobytes().hex()
+        left = np.packbits(np.ones_like(state.mask.bits)).tobytes().hex()
     bits = np.frombuffer(bytes.fromhex(left), dtype=np.uint8)
-    if bits.size != np.packbits(state.mask).size:
+    if bits.size != np.packbits(state.mask.bits).size:
         return "it does not say what was left of the network"
-    mask = np.unpackbits(bits, count=state.mask.size).astype(bool)
-    as_it_is = np.array_equal(mask, state.mask) if state.removes else mask.all()
+    mask = np.unpackbits(bits, count=state.mask.bits.size).astype(bool)
+    as_it_is = np.array_equal(mask, state.mask.bits) if state.removes else mask.all()
     if not as_it_is:
         resize_to_(state, context.problem.model, mask, context.settings)
     return ""

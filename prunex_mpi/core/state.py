@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from prunex_mpi.models.layout import Layout, flatten_
 from prunex_mpi.models.standalone import Sizes
 from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.masks import Factors, apply_factors_, build_factors
+from prunex_mpi.pruning.masks import Mask, make_mask
 from prunex_mpi.pruning.shrink import smaller_sizes
 from prunex_mpi.settings.fields import Settings
 
@@ -210,8 +210,7 @@ class State:
     stats_groups: np.ndarray
     rho1: np.ndarray
     rho2: np.ndarray
-    mask: np.ndarray
-    factors: Factors
+    mask: Mask
     message: Message
     memory: dict[str, Tensor]
     whole: Whole
@@ -290,9 +289,9 @@ def build_state(
     bn_modules = batchnorm.find(model)
     stats = theta.new_empty(batchnorm.numel(bn_modules))
     batchnorm.read_plain_(bn_modules, stats)
-    mask = np.ones(groups.total, dtype=bool)
+    mask = make_mask(layout, groups, np.ones(groups.total, dtype=bool), theta)
     layers = len(layout.segments)
-    plan = build_plan(layout, groups, mask, theta.device)
+    plan = build_plan(layout, groups, mask.bits, theta.device)
     everything = torch.arange(stats.numel(), device=theta.device)
     quantised = settings.method.averages and settings.payload != "fp32"
     return State(
@@ -313,7 +312,6 @@ def build_state(
         rho1=np.full(layers, settings.rho1),
         rho2=np.full(layers, settings.rho2),
         mask=mask,
-        factors=build_factors(mask, groups, theta.device, theta.dtype),
         message=Message(theta, plan, everything, quantised),
         memory={KNOWN: stats.clone()},
         whole=whole or describe_whole(model, layout, groups, settings),
@@ -351,15 +349,18 @@ def kept_stats(mask: np.ndarray, stats_groups: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.append(mask, True)[stats_groups])
 
 
-def adopt_mask(state: State, mask: np.ndarray, residual_follows: bool = True) -> None:
-    """Make `mask` the one in force: its factors, and what travels under it. Uses `spare`."""
-    state.mask = mask
+def adopt_mask(state: State, bits: np.ndarray, residual_follows: bool = True) -> None:
+    """Make the mask of `bits`, bool [groups], the one in force, and its kept slices what travels.
+
+    Uses `spare`, unless the residual of the message is set anew afterwards.
+    """
     if state.removes:
         # Nothing of what is left is masked.
+        state.mask = replace(state.mask, bits=bits)
         return
-    travels = mask if state.shrinks else np.ones_like(mask)
+    state.mask = make_mask(state.layout, state.groups, bits, state.theta)
+    travels = bits if state.shrinks else np.ones_like(bits)
     kept = torch.from_numpy(kept_stats(travels, state.stats_groups)).to(state.stats.device)
-    state.factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
     plan = build_plan(state.layout, state.groups, travels, state.theta.device)
     state.message.follow_(plan, kept, state.spare if residual_follows else None)
 
@@ -373,7 +374,7 @@ def freeze(state: State, consensus_sgd: bool) -> None:
     state.frozen = True
     state.consensus_sgd = consensus_sgd
     for flat in (state.theta, *state.optimizer.moments.values(), state.u, state.v):
-        apply_factors_(flat, state.layout, state.groups, state.factors)
+        state.mask.apply_(flat)
     if consensus_sgd:
         state.u.zero_()
         state.v.zero_()

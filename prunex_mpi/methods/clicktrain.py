@@ -112,12 +112,12 @@ def prune_(wires: Wires, context: RunContext, done: int) -> float:
     state = context.state
     if state.frozen or done != context.settings.options.prune_iteration:
         return 0.0
-    before = state.mask
+    before = state.mask.bits
     adopt_mask(state, state.memory[CHOSEN][: state.groups.total].numpy().copy())
     freeze(state, consensus_sgd=True)
     prunable, kept = prunable_and_kept(state)
     log.info("pruned: %d of the %d weights of kernels are kept", kept, prunable)
-    return mask_drift(state.mask, before)
+    return mask_drift(state.mask.bits, before)
 
 
 def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

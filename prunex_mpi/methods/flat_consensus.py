@@ -32,7 +32,6 @@ from prunex_mpi.core.steps import Rounds
 from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
-from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.settings.fields import Settings
 
 
@@ -81,8 +80,6 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     # z_i is z, whose value is at hand: its memory may hold what this rank sends.
     candidate = admm.sum_candidate(state)
     state.z_node, state.scratch = candidate, state.z_node
-    if not state.frozen:
-        state.factors = ()
     whole = state.message.fragment()
     exchange_(wires, state, settings.payload, whole)
     take_over_(state, settings, whole, state.position.iteration)
@@ -97,13 +94,13 @@ def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np
     World rank 0 decides on the mask. Collective on `leader.comm`, which holds all ranks.
     """
     workers = wires.workers
-    mask = state.mask
+    mask = state.mask.bits
     if stage.choose:
         if workers.comm.rank == 0:
             mask = project_locally(state.z, state, stage.strict, settings.round_to)
         mask = workers.broadcast_bits(mask, kind="mask")
         adopt_mask(state, mask)
-        apply_factors_(state.z, state.layout, state.groups, state.factors)
+        state.mask.apply_(state.z)
     moved = None
     if stage.measured:
         moved = squared_distances(state.z, state.last_z, state.layout)

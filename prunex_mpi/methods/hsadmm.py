@@ -169,11 +169,10 @@ def local_computation(
         admm.set_anchor_(state)
     mask_grad_ = mask_weights_ = None
     if state.frozen:
-        how = state.layout, state.groups, state.factors
-        mask_grad_ = masks.masking(state.grad, *how)
+        mask_grad_ = state.mask.applying(state.grad)
         if settings.optimizer == "muon":
             # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
-            mask_weights_ = masks.masking(state.theta, *how)
+            mask_weights_ = state.mask.applying(state.theta)
     context.problem.model.train()
     steps = local_steps(context)
     while position.step < steps:
@@ -263,20 +262,19 @@ def project(
     """
     round_to = settings.round_to
     if stage.choose:
-        mask = state.mask
+        bits = state.mask.bits
         weighed = scored(leader, node, state, settings, z_tilde)
         if leader.is_member and stage.vote:
-            mask = agree_by_vote(leader, weighed, state, stage.strict, round_to, node.comm.size)
+            bits = agree_by_vote(leader, weighed, state, stage.strict, round_to, node.comm.size)
         elif leader.is_member:
-            mask = project_locally(weighed, state, stage.strict, round_to)
-        mask = node.broadcast_bits(mask)
+            bits = project_locally(weighed, state, stage.strict, round_to)
+        bits = node.broadcast_bits(bits)
         if stage.vote:
-            adopt_mask(state, mask)
-            factors = state.factors
+            adopt_mask(state, bits)
         else:
-            factors = masks.build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
-            state.mask = mask
-        masks.apply_factors_(z_tilde, state.layout, state.groups, factors)
+            # The node's own, until the leaders have agreed on what travels.
+            state.mask = masks.make_mask(state.layout, state.groups, bits, z_tilde)
+        state.mask.apply_(z_tilde)
     moved = squared_distances(state.z_node, z_tilde, state.layout) if stage.measured else None
     state.z_node, state.scratch = z_tilde, state.z_node
     return moved
@@ -300,7 +298,7 @@ def inter_node_consensus(
     """
     state, leader, node = context.state, wires.workers, wires.node
     if stage.union:
-        mask = agree_by_or(leader, state.mask) if leader.is_member else state.mask
+        mask = agree_by_or(leader, state.mask.bits) if leader.is_member else state.mask.bits
         adopt_mask(state, node.broadcast_bits(mask))
     whole, settings = state.message.fragment(), context.settings
     exchange_(wires, state, settings.payload, whole, context.behind if behind else None)
@@ -315,7 +313,7 @@ def stay_apart_(state: State) -> None:
 
     Both are the node's own; z and v are those of the last exchange. Does not communicate.
     """
-    masks.apply_factors_(state.z_node, state.layout, state.groups, state.factors)
+    state.mask.apply_(state.z_node)
     if state.alone:
         batchnorm.read_plain_(state.bn_modules, state.stats)
         return
@@ -373,7 +371,7 @@ def end_iteration(
 ) -> dict[str, Any]:
     """Note the drift, evaluate, update penalties; return the record. Collective on `world`."""
     state, settings = context.state, context.settings
-    note_drift_(state.position, stage, settings, masks.mask_drift(state.mask, this.mask))
+    note_drift_(state.position, stage, settings, masks.mask_drift(state.mask.bits, this.mask))
     # Once theta is trained on a support that stays, and longer than averages remember, they fit z.
     moves = stage.choose or not state.frozen
     estimate = PASSING if settings.bn == "recalibrate" and moves else ""

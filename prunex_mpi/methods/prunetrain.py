@@ -33,7 +33,7 @@ def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tenso
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
     """Prepare the penalty of the network as it is now."""
     state = context.state
-    coupling = state.groups.coupling.left(state.mask)
+    coupling = state.groups.coupling.left(state.mask.bits)
     channels = lasso.build_lasso(state.layout, coupling, state.theta.device)
     # A channel's outputs and inputs are groups of their own in each layer.
     return {"channels": channels, "lasso": lasso.one_group_per_layer(channels)}
@@ -67,10 +67,10 @@ def reshape_(wires: Wires, space: dict[str, Any], context: RunContext, done: int
     state, settings = context.state, context.settings
     if done % settings.options.reconfigure_every:
         return False
-    removed = np.zeros(state.mask.size, dtype=bool)
+    removed = np.zeros(state.mask.bits.size, dtype=bool)
     if wires.everyone.comm.rank == 0:
-        threshold = settings.options.threshold
-        removed = lasso.emptied(state.theta, space["channels"], state.groups, state.mask, threshold)
+        where = state.groups, state.mask.bits, settings.options.threshold
+        removed = lasso.emptied(state.theta, space["channels"], *where)
     removed = wires.everyone.broadcast_bits(removed, kind="mask")
     if not removed.any():
         return False

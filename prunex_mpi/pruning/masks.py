@@ -5,6 +5,7 @@ and they are sent as packed bits. Tensors are multiplied by 0/1 factors on their
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -43,6 +44,37 @@ class LayerFactors(NamedTuple):
 
 # Those of a mask, for the layers that do not keep everything.
 Factors = tuple[LayerFactors, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which groups of a flat vector of `layout` are kept: bool [groups] `bits`, and factors."""
+
+    layout: Layout
+    groups: Groups
+    bits: np.ndarray
+    factors: Factors
+
+    def apply_(self, flat: Tensor) -> None:
+        """Multiply `flat` by the mask in place; parameters without groups are untouched."""
+        apply_factors_(flat, self.layout, self.groups, self.factors)
+
+    def applying(self, flat: Tensor) -> Callable[[], object]:
+        """Return what does the same again and again.
+
+        On a GPU by one vector, since layers would cost a kernel or more each.
+        """
+        if flat.device.type == "cpu":
+            views = factor_views(flat, self.layout, self.groups, self.factors)
+            return partial(mask_views_, views, self.factors)
+        kept = torch.ones_like(flat)
+        self.apply_(kept)
+        return partial(flat.mul_, kept.bool())
+
+
+def make_mask(layout: Layout, groups: Groups, bits: np.ndarray, like: Tensor) -> Mask:
+    """Return a mask with factors of the dtype and on the device of `like`."""
+    return Mask(layout, groups, bits, build_factors(bits, groups, like.device, like.dtype))
 
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[LayerMask]:
@@ -134,18 +166,6 @@ def put_together(
 def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> None:
     """Multiply `flat` by the mask in place (flat ⊙ m); parameters without groups are untouched."""
     mask_views_(factor_views(flat, layout, groups, factors), factors)
-
-
-def masking(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> Callable[[], object]:
-    """Return what does as `apply_factors_`, again and again.
-
-    On a GPU by one vector, since layers would cost a kernel or more each.
-    """
-    if flat.device.type == "cpu":
-        return partial(mask_views_, factor_views(flat, layout, groups, factors), factors)
-    kept = torch.ones_like(flat)
-    apply_factors_(kept, layout, groups, factors)
-    return partial(flat.mul_, kept.bool())
 
 
 def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:

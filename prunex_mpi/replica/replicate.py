@@ -317,7 +317,7 @@ class Replica:
             parameter.grad = None
             parameter.data = parameter.data.clone()
         small.eval()
-        removed = ~state.mask
+        removed = ~state.mask.bits
         if removed.any() and not state.sizes:
             coupling = state.groups.coupling
             sizes, tensors = (f(small, coupling, removed) for f in (smaller_sizes, smaller_tensors))

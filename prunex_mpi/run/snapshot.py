@@ -114,7 +114,7 @@ def misfit(
     ):
         return "what was in flight between the nodes is missing"
     if first:
-        wanted[MASK] = torch.from_numpy(np.packbits(state.mask))
+        wanted[MASK] = torch.from_numpy(np.packbits(state.mask.bits))
     wanted |= _generators(problem.train) if same_nodes else {}
     for key, tensor in wanted.items():
         kind = tuple(tensor.shape), tensor.dtype

@@ -288,7 +288,7 @@ def run(dropped, grows):
         stream = RandomStream(WORLD.rank, torch.float64)
         for record, state in run_driver(topology, settings, CoupledNet().double(), stream):
             masks = element_masks(state)
-            found.append(state.mask.copy())
+            found.append(state.mask.bits.copy())
             for name, mask in masks.items() if record["iteration"] == grows else ():
                 by_name(state.theta, state)[name][~mask] *= 100
     return found

@@ -76,7 +76,7 @@ def run(settings, ranks_per_node, make_model):
             batchnorm.read_plain_(state.bn_modules, statistics)
             kept = state.message.stats_kept
             vectors = [state.z.clone(), momentum.clone(), statistics[kept]]
-            found.append((state.mask, vectors, record["bytes"], record["train_loss"]))
+            found.append((state.mask.bits, vectors, record["bytes"], record["train_loss"]))
     return found, state
 
 

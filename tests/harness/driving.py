@@ -96,7 +96,7 @@ def element_masks(state):
     """Return {parameter name: bool tensor of its shape} of the mask in force."""
     result = {}
     for layer, (rows, columns, weights) in zip(
-        state.groups.layers, layer_masks(state.mask, state.groups), strict=True
+        state.groups.layers, layer_masks(state.mask.bits, state.groups), strict=True
     ):
         segment = state.layout.segments[layer.segment]
         full = rows.reshape(layer.blocks, layer.rows, 1) & columns[:, None, :]

@@ -28,7 +28,6 @@ from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.methods.hsadmm import intra_node_consensus
 from prunex_mpi.pruning.compaction import unpack_
-from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.settings.fields import PAYLOADS
 
@@ -281,7 +280,7 @@ def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
         for name, mask in element_masks(state).items():
             assert torch.all(by_name(state.z, state)[name][~mask] == 0)
         # Masks and z are the same bits on all ranks.
-        for array in (state.mask.astype(np.uint8), state.z.cpu().numpy()):
+        for array in (state.mask.bits.astype(np.uint8), state.z.cpu().numpy()):
             reference = array.copy()
             WORLD.Bcast(reference, root=0)
             assert np.array_equal(reference, array)
@@ -304,10 +303,10 @@ def test_between_exchanges_nothing_leaves_a_node(node_sync):
         if not exchanges and before is not None:
             z, v, u, mask = before
             assert torch.equal(state.z, z) and torch.equal(state.v, v)
-            assert np.array_equal(state.mask, mask)
+            assert np.array_equal(state.mask.bits, mask)
             assert not torch.equal(state.u, u)
             assert not torch.equal(state.z_node, state.z)
-        before = state.z.clone(), state.v.clone(), state.u.clone(), state.mask.copy()
+        before = state.z.clone(), state.v.clone(), state.u.clone(), state.mask.bits.copy()
 
 
 CODES = [payload for payload in PAYLOADS if payload != "fp32"]
@@ -369,7 +368,7 @@ def test_z_is_the_same_bits_on_all_ranks(ranks_per_node, payload, overlap_steps)
 def kept_nowhere(state):
     """Return where the mask in force has nothing."""
     kept = torch.ones_like(state.theta)
-    apply_factors_(kept, state.layout, state.groups, state.factors)
+    state.mask.apply_(kept)
     return kept == 0
 
 
@@ -443,7 +442,7 @@ def test_strongly_convex_optimum(ranks_per_node, keep):
     gram = sum(q.x.T @ q.x / 40 for q in everyone) / WORLD.size
     cross = sum(q.t.T @ q.x / 40 for q in everyone) / WORLD.size
     optimum = cross @ torch.linalg.inv(gram + decay * torch.eye(6, dtype=torch.float64))
-    kept = torch.from_numpy(state.mask)
+    kept = torch.from_numpy(state.mask.bits)
     assert int(kept.sum()) == round(4 * keep)
     optimum[~kept] = 0
     assert float((state.z.view(4, 6) - optimum).abs().max()) < 1e-8
@@ -478,7 +477,7 @@ def test_convergence_before_the_freeze_delivers_voted_masks(agreement):
     assert records[-1]["status"] == "converged"
     assert 2 < len(records) < 200
     assert not state.frozen
-    assert int(state.mask.sum()) == 2
+    assert int(state.mask.bits.sum()) == 2
     # Energies are four times eight bytes, packed masks one.
     voted = [r["bytes"]["mask"] > 8 for r in records]
     assert voted[-1] and all(voted) == (agreement == "vote")
@@ -493,7 +492,7 @@ def test_no_run_stops_before_its_masks_are_those_it_delivers(freeze):
     records, state = converge(freeze_iteration=freeze, eps_abs=1e9, **ramp)
     assert [record["status"] for record in records] == ["running"] * (freeze - 1) + ["converged"]
     assert state.frozen
-    assert int(state.mask.sum()) == 2
+    assert int(state.mask.bits.sum()) == 2
 
 
 @pytest.mark.any_mpi

@@ -70,7 +70,7 @@ def test_program_equals_oracle(aggregation, ranks_per_node):
             coefficient = float(state.memory["shared.lasso_coefficient"])
             assert coefficient == pytest.approx(expected.coefficient, rel=1e-12)
             assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
-            assert int((~state.mask).sum()) == len(dead)
+            assert int((~state.mask.bits).sum()) == len(dead)
             kept = sum(x.numel() for x in left.values()) - left["fc.bias"].numel()
             assert record["density"] == pytest.approx(kept / belongs, rel=1e-12)
             assert state.layout.numel == sum(x.numel() for x in left.values())
@@ -230,6 +230,6 @@ def test_one_channel_of_each_set_stays():
     with nodes_of(2) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
         *_, (record, state) = run_driver(topology, settings, model, stream)
-    assert int(state.mask.sum()) == len(CoupledNet.SETS)
+    assert int(state.mask.bits.sum()) == len(CoupledNet.SETS)
     assert (model.conv1.out_channels, model.bn2.num_features, model.fc.in_features) == (1, 1, 1)
     assert np.isfinite(record["train_loss"])

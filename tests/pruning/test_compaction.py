@@ -16,7 +16,7 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_, with_index
 from prunex_mpi.pruning.groups import Groups, find_groups
-from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel, masking
+from prunex_mpi.pruning.masks import Mask, apply_factors_, build_factors, kept_numel
 from prunex_mpi.pruning.projection import select
 
 ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
@@ -76,9 +76,9 @@ def test_masking_again_and_again_is_applying_the_factors(kinds):
         with pretended_gpu():
             there = flat.to(GPU)
             factors_there = build_factors(mask, groups, GPU, flat.dtype)
-            masking(there, layout, groups, factors_there)()
+            Mask(layout, groups, mask, factors_there).applying(there)()
             back = there.cpu()
-        masking(flat, layout, groups, factors)()
+        Mask(layout, groups, mask, factors).applying(flat)()
         assert torch.equal(flat, expected)
         assert torch.equal(back, expected)
 

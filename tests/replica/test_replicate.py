@@ -165,6 +165,45 @@ def test_resumed_loop_goes_on_bit_for_bit(case: str, stop: int) -> None:
     third.close()
 
 
+@pytest.mark.parametrize("case", ["prunex removed", "prunex int4", "diloco", "topk"])
+def test_resumes_on_other_nodes_from_what_all_had_in_common(case: str) -> None:
+    method, settings, momentum = CASES[case]
+    if WORLD.size < 4 and case == "topk":
+        pytest.skip("leaders of nodes of several ranks")
+    settings = settings | ({"aggregation": "hierarchical"} if case == "topk" else {})
+    generator = torch.Generator().manual_seed(WORLD.rank)
+    batches = [
+        (torch.randn(4, 3, 8, 8, generator=generator), torch.zeros(4, dtype=torch.long))
+        for _ in range(12)
+    ]
+    torch.manual_seed(0)
+    model = new_model()
+    first, _ = replicated(copy.deepcopy(model), method, settings, momentum)
+    take_steps(first, iter(batches), 11)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    first.close()
+    states = [
+        torch.load(io.BytesIO(one), weights_only=True) for one in WORLD.allgather(file.getvalue())
+    ]
+    other, _ = replicated(model, method, settings, momentum, ranks_per_node=2)
+    if WORLD.size > 1:
+        with pytest.raises(UserError, match="the list of all states"):
+            other.load_state_dict(states[WORLD.rank])
+    with pytest.raises(UserError, match="give those of all ranks in order"):
+        other.load_state_dict([*states, states[0]])
+    other.load_state_dict(states)
+    before, after = first._context.state, other._context.state
+    # The interval under way begins anew, from the consensus.
+    assert torch.equal(after.z, before.z) and torch.equal(after.theta, before.z)
+    moment = before.optimizer.first_moment.double()
+    mean = WORLD.allreduce(moment.numpy()) / WORLD.size
+    assert torch.allclose(after.optimizer.first_moment.double(), torch.from_numpy(mean), atol=1e-6)
+    take_steps(other, iter([*batches, *batches]))
+    assert [record["iteration"] for record in other.records] == [1, 2, 3, 4, 5, 6]
+    other.close()
+
+
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop", "adagrad", "nadam", "two groups", "frozen"])
 def test_any_optimizer_trains_on_the_mask(kind: str) -> None:
     torch.manual_seed(0)

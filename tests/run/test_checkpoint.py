@@ -52,7 +52,6 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.masks import apply_factors_
 from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.learn import outer_iterations
@@ -696,7 +695,7 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
             records = list(second.iterate())
             assert [record["iteration"] for record in records] == [*range(call // 3 + 1, 7)]
             gone = second.state.z.clone()
-            apply_factors_(gone, second.state.layout, second.state.groups, second.state.factors)
+            second.state.mask.apply_(gone)
             assert torch.equal(gone, second.state.z)
 
 

@@ -64,7 +64,7 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
         if by_size:
             assert best[0].density == min(found.density for found, _ in seen)
         last = [t.clone() for t in (context.state.z, *context.problem.model.buffers())]
-        mask = context.state.mask
+        mask = context.state.mask.bits
         with best_of(context):
             assert density(context.state) == pytest.approx(best[0].density)
             assert torch.equal(context.state.z, best[1])
@@ -72,7 +72,7 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
             # With the statistics that it was evaluated with.
             expected = {"loss": best[0].loss, "accuracy": best[0].accuracy}
             assert found == pytest.approx(expected, rel=1e-6)
-        assert context.state.mask is mask
+        assert context.state.mask.bits is mask
         now = [context.state.z, *context.problem.model.buffers()]
         assert all(torch.equal(a, b) for a, b in zip(last, now, strict=True))
 

@@ -27,7 +27,7 @@ from prunex_mpi.core.mask_agreement import project_locally
 from prunex_mpi.core.state import State, adopt_mask, wires_of
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.pruning.compaction import pack_, unpack_
-from prunex_mpi.pruning.masks import apply_factors_, build_factors
+from prunex_mpi.pruning.masks import make_mask
 from prunex_mpi.research.bench.workbench import Bench, make_state
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.timing import Action
@@ -56,8 +56,7 @@ def kernels(bench: Bench, values: int = VALUES) -> list[Table]:
 def project_alone(state: State, settings: Settings) -> np.ndarray:
     """Project `scratch` as a leader does in phase 3, without MPI, and return the mask."""
     mask = project_locally(state.scratch, state, 1.0, settings.round_to)
-    factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
-    apply_factors_(state.scratch, state.layout, state.groups, factors)
+    make_mask(state.layout, state.groups, mask, state.theta).apply_(state.scratch)
     return mask
 
 
