@@ -67,6 +67,10 @@ class Transport:
 HOST = Transport(0)
 
 
+# Messages are cut into buckets of so many MiB.
+BUCKET_MIB = 32.0
+
+
 def build_transport(
     device: torch.device, bucket_mib: float, mpi_buffers: str, piece_kib: int = 0
 ) -> Transport:

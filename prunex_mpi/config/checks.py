@@ -10,7 +10,6 @@ from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.values import AUTO
 
 # What patterns, which are always one of four, have no use for.
-OF_A_RATIO = ("keep_ratio", "layer_keep_ratio", "round_to")
 
 
 def first_at_target(values: Mapping[str, Any]) -> int:
@@ -45,13 +44,10 @@ def check_together(settings: Settings) -> None:
         )
     if s.keep_by != "groups" and s.groups != ("coupled",):
         raise UserError(f"keep-by {s.keep_by} is for coupled groups alone; give --groups coupled")
-    if s.keep_by != "groups" and s.layer_keep_ratio:
-        raise UserError(f"keep-by {s.keep_by} has one ratio for all; leave layer-keep-ratio out")
     if s.score == "gates" and s.groups != ("coupled",):
         raise UserError("score gates is for coupled groups alone; give --groups coupled")
     if s.score != "magnitude" and s.amp == "fp16":
         raise UserError(f"amp fp16: gradients that score {s.score} adds up overflow; use bf16")
-    _check_pruning_is_done(s)
     _check_removal(s)
     if not s.method.consensus:
         return
@@ -78,8 +74,8 @@ def check_together(settings: Settings) -> None:
             "residuals off: eps-abs and eps-rel would never be looked at; set both to 0"
         )
     for key, rho in (("rho1", s.rho1), ("rho2", s.rho2)):
-        if s.penalty != "fixed" and not fields.RHO_MIN <= rho <= s.rho_max:
-            raise UserError(f"{key} {rho} must be from {fields.RHO_MIN} to rho-max, {s.rho_max}")
+        if s.penalty != "fixed" and not fields.RHO_MIN <= rho <= fields.RHO_MAX:
+            raise UserError(f"{key} {rho} must be from {fields.RHO_MIN} to {fields.RHO_MAX}")
 
 
 def check_given(settings: Settings, usual: Sequence[Mapping[str, Any]]) -> None:
@@ -92,10 +88,8 @@ def check_given(settings: Settings, usual: Sequence[Mapping[str, Any]]) -> None:
     never_stops = fields.freezes(s) and s.after_freeze == "local-sgd"
     means_nothing = (
         ("min_lr_ratio", "lr_schedule", s.lr_schedule != "cosine"),
-        ("freeze_window", "freeze_drift", s.freeze_drift < 0),
         ("beta2", "optimizer", s.optimizer == "sgd"),
-        *((name, "penalty", s.penalty == "fixed") for name in ("rho_factor", "rho_max")),
-        *((name, "groups", s.groups == ("pattern",)) for name in OF_A_RATIO),
+        ("keep_ratio", "groups", s.groups == ("pattern",)),
         ("keep_floor", "keep_by", s.keep_floor and s.keep_by == "groups"),
         *((name, "after_freeze", values[name] and never_stops) for name in ("eps_abs", "eps_rel")),
         ("inner_momentum", "momentum", s.inner_momentum == "reset" and not s.momentum),
@@ -116,29 +110,6 @@ def check_given(settings: Settings, usual: Sequence[Mapping[str, Any]]) -> None:
     ):
         if idle and name in given:
             raise UserError(f"{key_of(name)} means nothing without {needed}; give it as well")
-
-
-def _check_pruning_is_done(settings: Settings) -> None:
-    """Refuse what needs to know when pruning is done, where it can't be known."""
-    s = settings
-    freezes_at = fields.known_freeze(s)
-    if s.dropped == "cut":
-        return
-    if s.penalty == "balance":
-        raise UserError(
-            f"dropped {s.dropped}: what it keeps would pass for a residual; leave penalty balance "
-            "away"
-        )
-    if s.theta_start != "z":
-        raise UserError(
-            f"dropped {s.dropped}: with theta-start {s.theta_start} nothing is cut from theta; "
-            "leave one of them away"
-        )
-    if not freezes_at:
-        raise UserError(
-            "dropped shrink needs to know when the masks freeze: give freeze-iteration, and a "
-            "negative freeze-drift"
-        )
 
 
 def _check_interval(settings: Settings) -> None:

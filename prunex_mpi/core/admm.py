@@ -32,29 +32,14 @@ from prunex_mpi.models.layout import (
     tile_norms,
     tiles,
 )
-from prunex_mpi.settings.fields import RHO_MIN, Settings
+from prunex_mpi.settings.fields import RHO_MAX, RHO_MIN, Settings
+
+# Boyd's factor of one change of a penalty.
+RHO_FACTOR = 2.0
 
 # --------------------------------------------------------------------------------------------------
-# Phase 1: the proximal term, and where theta starts
+# Phase 1: the proximal term
 # --------------------------------------------------------------------------------------------------
-
-
-def start_from_(state: State, settings: Settings, source: Tensor) -> None:
-    """Let theta start the local steps from `source`, which is on the mask. Uses `scratch`.
-
-    Groups that z has dropped while masks may still change are zero in theta with `--dropped cut`:
-    they get no gradient, and few come back, by momentum and duals alone. With `shrink` theta goes
-    on from where it was there, less in equal parts until the masks freeze (as in HESSO, Chen et al.
-    2024): groups come back where their score says so. They are each node's own, and travel only
-    once z has them again. Their v stays what it was, and residuals count them.
-    """
-    if settings.dropped == "cut" or state.frozen:
-        state.theta.copy_(source)
-        return
-    kept = state.scratch.copy_(state.theta)
-    state.mask.apply_(kept)
-    left = settings.freeze_iteration - state.position.iteration
-    state.theta.sub_(kept).mul_(left / (left + 1)).add_(source)
 
 
 def set_anchor_(state: State) -> None:
@@ -151,12 +136,6 @@ def step_duals_(state: State, measured: bool) -> np.ndarray | None:
         norms += tile_norms(tile, gap, z, v) if measured else []
         found.append(norms)
     return sum_tile_norms(found, state.layout, state.theta.device) if measured else None
-
-
-def forget_duals_(state: State, settings: Settings) -> None:
-    """Set u to zero in groups that theta has and z does not: it would add them up."""
-    if settings.dropped != "cut" and not state.frozen:
-        state.mask.apply_(state.u)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -307,11 +286,11 @@ def update_penalty(
     `balance` is Boyd's residual balancing: times the factor where the primal residual exceeds ten
     times the dual one, divided where it is the other way round. `found` are the two.
     """
-    factor, rho_max = settings.rho_factor, settings.rho_max
     if settings.penalty == "fixed":
         return rho
     if settings.penalty == "ramp":
-        return np.minimum(rho * factor, rho_max)
+        return np.minimum(rho * RHO_FACTOR, RHO_MAX)
     primal, dual = found
-    scale = np.where(primal > 10 * dual, factor, np.where(dual > 10 * primal, 1 / factor, 1.0))
-    return np.clip(rho * scale, RHO_MIN, rho_max)
+    smaller = np.where(dual > 10 * primal, 1 / RHO_FACTOR, 1.0)
+    scale = np.where(primal > 10 * dual, RHO_FACTOR, smaller)
+    return np.clip(rho * scale, RHO_MIN, RHO_MAX)

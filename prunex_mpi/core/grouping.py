@@ -12,7 +12,7 @@ from prunex_mpi.pruning.coupling import PLAIN
 from prunex_mpi.pruning.groups import INSTEAD, Groups, find_groups
 from prunex_mpi.pruning.projection import with_budget
 from prunex_mpi.pruning.rules import Rules, find_coupling_by, find_rules, training_failure
-from prunex_mpi.settings.fields import Settings, layer_keep_ratios
+from prunex_mpi.settings.fields import Settings
 
 
 def choose_rules(settings: Settings, model: nn.Module, inputs: Inputs) -> Rules:
@@ -61,11 +61,10 @@ def make_groups(
         layout,
         kinds,
         settings.keep_ratio,
-        layer_keep_ratios(settings),
         coupling=coupling,
         ends=None if kinds == ("coupled",) else find_ends(model, inputs),
         instead="choose another --method" if settings.method.own_groups else INSTEAD,
     )
     if settings.keep_by != "groups":
-        found = with_budget(found, layout, settings.keep_by, settings.round_to, settings.keep_floor)
+        found = with_budget(found, layout, settings.keep_by, settings.keep_floor)
     return replace(found, by_gate=settings.score == "gates")

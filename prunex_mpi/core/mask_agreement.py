@@ -13,18 +13,18 @@ from prunex_mpi.pruning.masks import build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 
 
-def project_locally(flat: Tensor, state: State, strict: float, round_to: int) -> np.ndarray:
+def project_locally(flat: Tensor, state: State, strict: float) -> np.ndarray:
     """Return the support of the projection of `flat`, of `scored`; kinds one after the other."""
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
         energies = _energies_left(flat, state, selections, mask).numpy()
-        chosen = select(energies, selections, strict, round_to, state.groups)
+        chosen = select(energies, selections, strict, state.groups)
         mask[selections[0].start : selections[-1].stop] = chosen
     return mask
 
 
 def agree_by_vote(
-    leader: Wire, flat: Tensor, state: State, strict: float, round_to: int, node_size: int
+    leader: Wire, flat: Tensor, state: State, strict: float, node_size: int
 ) -> np.ndarray:
     """Return the shared mask that keeps the most of sum_i P_i |z~_i,g|^2, alike on every leader.
 
@@ -39,7 +39,7 @@ def agree_by_vote(
         leader.reduce_to_first_(energies, kind="mask")
         chosen = np.zeros(energies.shape, dtype=bool)
         if leader.comm.rank == 0:
-            chosen = select(energies.numpy(), selections, strict, round_to, state.groups)
+            chosen = select(energies.numpy(), selections, strict, state.groups)
         chosen = leader.broadcast_bits(chosen, "mask")
         mask[selections[0].start : selections[-1].stop] = chosen
     return mask

@@ -8,6 +8,8 @@ from prunex_mpi.settings.fields import Settings, freezes
 
 # Each milestone divides the rate of the `step` schedule by ten.
 STEP_MILESTONES = (0.5, 0.75)
+# Outer iterations that must be quiet before masks freeze by themselves: one may be chance.
+FREEZE_WINDOW = 3
 
 
 def rate_at(settings: Settings, step: int, total: int) -> float:
@@ -47,11 +49,10 @@ def strictness(iteration: int, warmup: int, ramp: int) -> float:
     return 1.0 - (1.0 - past / ramp) ** 3
 
 
-def settled(drifts: list[float], threshold: float, window: int) -> bool:
-    """Return whether the last `window` drifts are at most `threshold` (negative: never)."""
-    return (
-        threshold >= 0 and len(drifts) >= window and all(d <= threshold for d in drifts[-window:])
-    )
+def settled(drifts: list[float], threshold: float) -> bool:
+    """Return whether the last drifts are at most `threshold` (negative: never)."""
+    last = drifts[-FREEZE_WINDOW:]
+    return threshold >= 0 and len(last) == FREEZE_WINDOW and max(last) <= threshold
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,8 @@ def may_stop(stage: Stage, settings: Settings, frozen: bool) -> bool:
 def note_drift_(position: Position, stage: Stage, settings: Settings, drift: float) -> None:
     """Count a mask drift, once the keep ratio is reached; say when masks have settled."""
     if stage.strict == 1.0:
-        threshold, window = settings.freeze_drift, settings.freeze_window
-        position.drifts = [*position.drifts, drift][-window:]
-        position.freeze_next = settled(position.drifts, threshold, window)
+        position.drifts = [*position.drifts, drift][-FREEZE_WINDOW:]
+        position.freeze_next = settled(position.drifts, settings.freeze_drift)
 
 
 def steps_of(settings: Settings, steps_per_epoch: int) -> int:

@@ -97,7 +97,7 @@ def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np
     mask = state.mask.bits
     if stage.choose:
         if workers.comm.rank == 0:
-            mask = project_locally(state.z, state, stage.strict, settings.round_to)
+            mask = project_locally(state.z, state, stage.strict)
         mask = workers.broadcast_bits(mask, kind="mask")
         adopt_mask(state, mask)
         state.mask.apply_(state.z)

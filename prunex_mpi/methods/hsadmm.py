@@ -119,7 +119,6 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
                         moved = inter_node_consensus(wires, context, stage, behind)
             with loop.phase(context, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
-                admm.forget_duals_(state, settings)
                 this.residuals.update(admm.own_residuals(norms, state))
                 residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
 
@@ -160,7 +159,7 @@ def local_computation(
         if not position.part:
             if starts_from_z(state, settings):
                 alone = position.under_way or position.apart
-                admm.start_from_(state, settings, state.z_node if alone else state.z)
+                state.theta.copy_(state.z_node if alone else state.z)
             if settings.inner_momentum == "reset":
                 forget_momentum_(state)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
@@ -260,14 +259,13 @@ def project(
     is made of vectors that are. Returns |z_i^{k+1} - z_i^k|^2 per layer where it is measured.
     Collective on `leader.comm`, then on `node.comm`.
     """
-    round_to = settings.round_to
     if stage.choose:
         bits = state.mask.bits
         weighed = scored(leader, node, state, settings, z_tilde)
         if leader.is_member and stage.vote:
-            bits = agree_by_vote(leader, weighed, state, stage.strict, round_to, node.comm.size)
+            bits = agree_by_vote(leader, weighed, state, stage.strict, node.comm.size)
         elif leader.is_member:
-            bits = project_locally(weighed, state, stage.strict, round_to)
+            bits = project_locally(weighed, state, stage.strict)
         bits = node.broadcast_bits(bits)
         if stage.vote:
             adopt_mask(state, bits)

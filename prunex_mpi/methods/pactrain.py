@@ -67,7 +67,7 @@ prune_ = prune_when_due_
 
 def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
     """Allocate the tracker of supports."""
-    return build_tracker(theta, bucket_numel(settings.bucket_mib, theta.element_size()))
+    return build_tracker(theta, bucket_numel(theta.element_size()))
 
 
 def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
 
 def refresh_(wire: Wire, space: dict[str, Any], state: State, settings: Settings) -> None:
     """Fit the worker's memory in `space` to the buckets that are stable now."""
-    bucket = bucket_numel(settings.bucket_mib, state.theta.element_size())
+    bucket = bucket_numel(state.theta.element_size())
     positions, counts = stable_positions(state.memory, bucket)
     space["positions"], space["counts"] = positions, counts
     # Behind the values a flag per stable bucket.
@@ -149,7 +149,7 @@ def send_stable_(
     positions, counts = space["positions"], space["counts"]
     values, flags = space["message"].split([positions.numel(), len(counts)])
     torch.index_select(grad, 0, positions, out=values)
-    bucket = bucket_numel(settings.bucket_mib, grad.element_size())
+    bucket = bucket_numel(grad.element_size())
     found = outside_(grad, tracked[SUPPORT], space["fresh"], bucket)
     flags.copy_(found[tracked[STABLE]])
     if way == TERNARY:
@@ -192,7 +192,7 @@ def dense_pieces(state: State, settings: Settings, raised: list[bool]) -> list[T
     stable = state.memory[STABLE]
     in_full = ~stable
     in_full[stable] = torch.tensor(raised)
-    pieces = state.grad.split(bucket_numel(settings.bucket_mib, state.grad.element_size()))
+    pieces = state.grad.split(bucket_numel(state.grad.element_size()))
     return [pieces[number] for number in in_full.nonzero().view(-1).tolist()]
 
 
@@ -210,7 +210,7 @@ def follow_(wires: Wires, space: dict[str, Any], context: RunContext) -> None:
         # Too large a loss scale, on all ranks alike: no step is taken, and 0 * inf is no gradient.
         return
     tracked = state.memory
-    bucket = bucket_numel(settings.bucket_mib, state.theta.element_size())
+    bucket = bucket_numel(state.theta.element_size())
     if on_trial(tracked, settings):
         note_trial_(wires.everyone, space["seconds"].double(), tracked, settings)
     observe_(state.grad, tracked, space["fresh"], bucket)
@@ -268,7 +268,7 @@ def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tupl
     (ratio,) = settings.keep_ratio
     weights = sum(segment.numel for segment in matrices(layout))
     count = layout.numel - weights + kept_weights(layout, ratio, score_of(settings))
-    buckets = -(-layout.numel // bucket_numel(settings.bucket_mib, size))
+    buckets = -(-layout.numel // bucket_numel(size))
     each = f"{count:,} values, {settings.aggregation}"
     when = "once all buckets are stable, dense before"
     if not settings.options.ternary:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.comm.collectives import BUCKET_MIB
 from prunex_mpi.core.state import PRUNED
 from prunex_mpi.models.layout import Layout, matrices
 
@@ -32,9 +33,9 @@ CHOICE, TRIALS, SECONDS = "shared.choice", "shared.trials", "shared.seconds"
 WAYS = 3
 
 
-def bucket_numel(bucket_mib: float, size: int) -> int:
+def bucket_numel(size: int) -> int:
     """Return how many elements of `size` bytes a bucket holds; the last one may hold fewer."""
-    return max(1, int(bucket_mib * 2**20) // size)
+    return max(1, int(BUCKET_MIB * 2**20) // size)
 
 
 def build_tracker(theta: Tensor, bucket: int) -> dict[str, Tensor]:

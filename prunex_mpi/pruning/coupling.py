@@ -104,11 +104,6 @@ class Coupling:
         """Return by weight the (dimension, ids) of the channels that it makes."""
         return self._sides(0)
 
-    def makers_of(self, channels: ChannelSet) -> list[str]:
-        """Return the names of the weights that make `channels`."""
-        inside = range(channels.start, channels.start + channels.count)
-        return [name for name, (_, ids) in self.makers().items() if np.isin(ids, inside).any()]
-
     def readers(self) -> dict[str, tuple[int, np.ndarray]]:
         """Return by weight the (dimension, ids) of the channels that it reads."""
         return self._sides(1)

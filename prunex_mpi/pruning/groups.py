@@ -18,7 +18,6 @@ and, beyond the paper,
 `projection` chooses which are kept, `masks` applies the choice to vectors.
 """
 
-import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +74,7 @@ class PrunableLayer:
 class Selection:
     """The groups of one kind in one layer: `selections` independent choices among `count` each.
 
-    Coupled groups belong to no layer (-1); each is `unit` channels wide, patterns are none.
+    Coupled groups belong to no layer (-1).
     """
 
     layer: int
@@ -84,7 +83,6 @@ class Selection:
     count: int
     start: int
     keep_ratio: float
-    unit: int
 
     @property
     def stop(self) -> int:
@@ -247,7 +245,6 @@ def find_groups(
     layout: Layout,
     kinds: Sequence[str],
     keep_ratios: Sequence[float],
-    layer_keep_ratios: Sequence[tuple[str, float]] = (),
     *,
     coupling: Coupling | None = None,
     ends: Ends | None = None,
@@ -255,11 +252,9 @@ def find_groups(
 ) -> Groups:
     """Return the groups of `model`, with reasons for the layers that cannot be pruned.
 
-    `keep_ratios` holds one ratio per kind but `pattern`, or one for all; of `layer_keep_ratios`,
-    (fnmatch pattern on the name of the weight that makes the channels, for coupled ones of any that
-    does), the last match wins. Without `ends` the first and the last layer by definition are stem
-    and classifier. Raises UserError when no group can be pruned (do `instead`) or a pattern decides
-    nothing.
+    `keep_ratios` holds one ratio per kind but `pattern`, or one for all. Without `ends`
+    the first and the last layer by definition are stem and classifier. Raises UserError when no
+    group can be pruned (do `instead`).
     """
     with_ratio = [kind for kind in kinds if kind != "pattern"]
     ratios = list(keep_ratios) * (len(with_ratio) if len(keep_ratios) == 1 else 1)
@@ -286,15 +281,6 @@ def find_groups(
             f"({excluded[0]}): {instead}"
         )
 
-    silent = dict.fromkeys(pattern for pattern, _ in layer_keep_ratios)
-
-    def keep_ratio(of: list[str], ratio: float) -> float:
-        for pattern, own in layer_keep_ratios:
-            if fnmatch.filter(of, pattern):
-                silent.pop(pattern, None)
-                ratio = own
-        return ratio
-
     gammas = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
     gammas |= coupling.norms if coupling else set()
     by_kind: list[tuple[Selection, ...]] = []
@@ -304,8 +290,8 @@ def find_groups(
         selections = []
         if kind == "coupled":
             for s in coupling.sets:
-                keep = keep_ratio(coupling.makers_of(s), ratio_of[kind])
-                selections.append(Selection(-1, kind, 1, s.count, start + s.start, keep, s.unit))
+                keep = ratio_of[kind]
+                selections.append(Selection(-1, kind, 1, s.count, start + s.start, keep))
             for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
                 if coupling.slices(name):
                     scored = name in coupling.positions or name in gammas
@@ -314,21 +300,13 @@ def find_groups(
                     turned = name in coupling.transposed
                     coupled.append(CoupledLayer(number, *places, scored, turned))
             start += coupling.total
-        for number, (name, layer, usable) in enumerate(candidates):
+        for number, (_, layer, usable) in enumerate(candidates):
             if kind in usable:
-                own = ratio_of.get(kind)
-                keep = ONE_PATTERN if own is None else keep_ratio([name], own)
-                unit = 0 if own is None else 1
-                extent = _extent(layer, kind)
-                selections.append(Selection(number, kind, *extent, start, keep, unit))
+                keep = ratio_of.get(kind, ONE_PATTERN)
+                selections.append(Selection(number, kind, *_extent(layer, kind), start, keep))
                 start = selections[-1].stop
         if selections:
             by_kind.append(tuple(selections))
-    if silent:
-        raise UserError(
-            f"--layer-keep-ratio: {next(iter(silent))!r} matches no weight that makes channels to "
-            "choose from"
-        )
     return Groups(
         tuple(layers), tuple(by_kind), start, tuple(excluded), tuple(coupled), coupling=coupling
     )

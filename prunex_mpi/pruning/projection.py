@@ -39,11 +39,10 @@ from prunex_mpi.pruning.groups import (
 from prunex_mpi.pruning.masks import Factors, LayerFactors, kept_numel
 
 
-def kept_count(count: int, ratio: float, round_to: int = 1) -> int:
-    """Return alpha in [1, count]: `ratio * count`, rounded up to a multiple of `round_to`."""
+def kept_count(count: int, ratio: float) -> int:
+    """Return alpha in [1, count]: `ratio * count`, rounded up."""
     # The subtraction keeps 0.1 * 30 = 3.0000000000000004 at three.
-    alpha = max(1, math.ceil(ratio * count - 1e-9))
-    return min(count, -(-alpha // round_to) * round_to)
+    return min(count, max(1, math.ceil(ratio * count - 1e-9)))
 
 
 def group_energies(
@@ -175,7 +174,6 @@ def select(
     energies: np.ndarray,
     selections: tuple[Selection, ...],
     strictness: float,
-    round_to: int = 1,
     groups: Groups | None = None,
 ) -> np.ndarray:
     """Return the mask that keeps the alpha groups of largest energy in every selection.
@@ -184,11 +182,11 @@ def select(
     (the keep ramp). A budget of `groups` decides how many coupled groups are kept in all.
     """
     if groups is not None and groups.budget is not None:
-        return _select_within_budget(energies, groups, strictness, round_to)
+        return _select_within_budget(energies, groups, strictness)
     mask = np.zeros(energies.shape, dtype=bool)
     base = selections[0].start
     for s in selections:
-        alpha = kept_count(s.count, 1.0 - strictness * (1.0 - s.keep_ratio), _in_units(round_to, s))
+        alpha = kept_count(s.count, 1.0 - strictness * (1.0 - s.keep_ratio))
         block = energies[s.start - base : s.stop - base].reshape(s.selections, s.count)
         kept = np.argsort(-block, axis=1, kind="stable")[:, :alpha]
         view = mask[s.start - base : s.stop - base].reshape(s.selections, s.count)
@@ -196,21 +194,16 @@ def select(
     return mask
 
 
-def _in_units(round_to: int, selection: Selection) -> int:
-    """Return the number of groups whose multiples are multiples of `round_to` channels."""
-    return round_to // math.gcd(round_to, selection.unit)
-
-
 # --------------------------------------------------------------------------------------------------
 # A budget over all sets of coupled groups
 # --------------------------------------------------------------------------------------------------
 
 
-def with_budget(groups: Groups, layout: Layout, what: str, round_to: int, floor: float) -> Groups:
+def with_budget(groups: Groups, layout: Layout, what: str, floor: float) -> Groups:
     """Return coupled `groups` whose keep ratio is of all the model's `what`, not of each set.
 
-    `what` is "parameters" or "multiply-adds". Each set keeps a multiple of `round_to` channels and
-    at least the fraction `floor` of its groups. Raises UserError when the ratio can't be reached.
+    `what` is "parameters" or "multiply-adds". Each set keeps at least the fraction
+    `floor` of its groups. Raises UserError when the ratio can't be reached.
     """
     ratio = groups.kinds[0][0].keep_ratio
     positions = [groups.coupling.positions.get(s.name, 0) for s in layout.segments]
@@ -219,7 +212,7 @@ def with_budget(groups: Groups, layout: Layout, what: str, round_to: int, floor:
     mine = [layer.segment for layer in groups.layers]
     fixed = total - float(price[mine] @ [layer.numel for layer in groups.layers])
     limited = replace(groups, budget=Budget(ratio * total, price[mine], fixed, floor))
-    least = cost(reduce_to(np.zeros(groups.total), limited, groups.total, round_to), limited)
+    least = cost(reduce_to(np.zeros(groups.total), limited, groups.total), limited)
     if least > ratio * total:
         raise UserError(
             f"--keep-ratio {ratio:g} of the {what} can't be reached: with as few channels in each "
@@ -229,9 +222,7 @@ def with_budget(groups: Groups, layout: Layout, what: str, round_to: int, floor:
     return limited
 
 
-def _select_within_budget(
-    scores: np.ndarray, groups: Groups, strictness: float, round_to: int
-) -> np.ndarray:
+def _select_within_budget(scores: np.ndarray, groups: Groups, strictness: float) -> np.ndarray:
     """Return the mask without the groups of least score, of all sets, that fits the budget."""
     if groups.by_gate:
         scores = scores / shares_of_budget(groups)
@@ -239,17 +230,17 @@ def _select_within_budget(
     limit = everything - strictness * (everything - groups.budget.limit)
 
     def fits(removed: int) -> bool:
-        return cost(reduce_to(scores, groups, removed, round_to), groups) <= limit
+        return cost(reduce_to(scores, groups, removed), groups) <= limit
 
     # The cost falls with every group removed.
     removed = bisect_left(range(groups.total), True, key=fits)
-    return reduce_to(scores, groups, removed, round_to)
+    return reduce_to(scores, groups, removed)
 
 
-def reduce_to(scores: np.ndarray, groups: Groups, removed: int, round_to: int) -> np.ndarray:
+def reduce_to(scores: np.ndarray, groups: Groups, removed: int) -> np.ndarray:
     """Return the mask without the `removed` groups of least score, except those that sets keep.
 
-    Every set rounds up to a multiple of `round_to` channels and keeps its floor.
+    Every set keeps its floor.
     """
     # Of equal scores the higher index goes first.
     order = np.lexsort((-np.arange(scores.size), scores))
@@ -258,7 +249,7 @@ def reduce_to(scores: np.ndarray, groups: Groups, removed: int, round_to: int) -
     for s in groups.kinds[0]:
         kept = mask[s.start : s.stop]
         share = max(groups.budget.floor, np.count_nonzero(kept) / s.count)
-        alpha = kept_count(s.count, share, _in_units(round_to, s))
+        alpha = kept_count(s.count, share)
         best = np.argsort(-scores[s.start : s.stop], kind="stable")[:alpha]
         kept[best] = True
     return mask

@@ -20,7 +20,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import require_same, run_collectively
 from prunex_mpi.comm.async_exchange import exchanging_behind
-from prunex_mpi.comm.collectives import Transport, build_transport
+from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, build_transport
 from prunex_mpi.comm.lockstep import Lockstep
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.config.resolve import to_toml
@@ -164,7 +164,7 @@ def _assemble(
 def _transport(model: nn.Module, settings: Settings) -> Transport:
     device = next(model.parameters()).device
     buffers = "device" if settings.mpi_buffers == "device" else "host"
-    return build_transport(device, settings.bucket_mib, buffers, settings.piece_kib)
+    return build_transport(device, BUCKET_MIB, buffers, settings.piece_kib)
 
 
 class Replica:

@@ -72,7 +72,7 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
     def planned(strict: float) -> tuple[Plan, int]:
-        mask = nominal_mask(groups, strict, settings.round_to)
+        mask = nominal_mask(groups, strict)
         if settings.method.flat:
             mask[:] = True
         plan = build_plan(layout, groups, mask, parameter.device)
@@ -102,7 +102,7 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     payload_rows = _payload_rows(settings, groups, sizes, total, len(run))
     rows = [model_row, topology_row, *payload_rows]
     if groups.total:
-        kept = sum(kept_numel(nominal_mask(groups, 1.0, settings.round_to), groups))
+        kept = sum(kept_numel(nominal_mask(groups, 1.0), groups))
         rows.insert(1, ("groups", f"{' then '.join(settings.groups)}, {groups.total:,} groups"))
         rows.insert(3, ("prunable weights kept", f"{kept:,} of {groups.prunable_numel:,}"))
         rows += [("not pruned", text) for text in groups.excluded]
@@ -286,7 +286,7 @@ def _size_of(nbytes: int) -> str:
     return f"{nbytes:,} B ({nbytes / MIB:.2f} MiB)"
 
 
-def nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
+def nominal_mask(groups: Groups, strict: float) -> np.ndarray:
     """Keep the first alpha groups of every selection: any mask of the same sizes travels alike."""
     mask = np.zeros(groups.total, dtype=bool)
     for selections in groups.kinds:
@@ -295,5 +295,5 @@ def nominal_mask(groups: Groups, strict: float, round_to: int) -> np.ndarray:
         scores = np.concatenate(
             [np.tile(1 - np.arange(s.count) / s.count, s.selections) for s in selections]
         )
-        mask[start:stop] = select(scores, selections, strict, round_to, groups)
+        mask[start:stop] = select(scores, selections, strict, groups)
     return mask

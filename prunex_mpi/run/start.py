@@ -28,7 +28,7 @@ from prunex_mpi.comm.agreement import (
     run_collectively_while,
     run_on_first,
 )
-from prunex_mpi.comm.collectives import Transport, build_transport
+from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
@@ -188,7 +188,7 @@ def find_transport(place: Place, settings: Settings) -> Transport:
     buffers, reason = resolve_mpi_buffers(place.topology, settings.mpi_buffers, place.device)
     if place.device.type == "cuda":
         log.info("MPI buffers: %s (%s)", buffers, reason)
-    return build_transport(place.device, settings.bucket_mib, buffers, settings.piece_kib)
+    return build_transport(place.device, BUCKET_MIB, buffers, settings.piece_kib)
 
 
 def describe_training(context: RunContext, dataset: Dataset | TextSet, ranks: int) -> str:

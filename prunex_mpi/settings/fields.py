@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from prunex_mpi.settings.method import Method
-from prunex_mpi.settings.values import setting, split_layer_keep_ratio
+from prunex_mpi.settings.values import setting
 
 CROSS_ENTROPY = "cross-entropy"
 TEXT = "text"
@@ -24,7 +24,7 @@ TRANSFORMS = (
 # How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.
 PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
 # Below it no penalty is halved: repeated halving would end at zero.
-RHO_MIN = 1e-6
+RHO_MIN, RHO_MAX = 1e-6, 10.0
 # Of which --dry-run estimates what exchanges take.
 NOT_A_SETTING = {"section": ""}
 
@@ -250,15 +250,6 @@ class Settings:
         high=1,
         of="keeps_a_share",
     )
-    layer_keep_ratio: tuple[str, ...] = _setting(
-        "PATTERN=RATIO for channels made by weights whose name matches; the last match wins",
-        optional=True,
-        of="keeps_by_layer",
-        metavar="PATTERN=RATIO",
-    )
-    round_to: int = _setting(
-        "round the number of kept groups up to a multiple of this", low=1, of="prunes_groups"
-    )
     mask_agreement: str = _setting(
         "vote: keep the groups with the largest summed energy; or: union of the nodes' masks "
         "(the paper)",
@@ -284,13 +275,6 @@ class Settings:
         of="prunes_groups nodes",
         off="magnitude",
     )
-    dropped: str = _setting(
-        "groups dropped before the freeze: cut from theta at once, or shrunk to zero until the "
-        "freeze, so that they may return",
-        "cut",
-        choices=("cut", "shrink"),
-        of="consensus nodes",
-    )
     warmup_iterations: int = _setting(
         "dense outer iterations at the start, a count or a fraction such as 1/8",
         share=True,
@@ -309,9 +293,6 @@ class Settings:
     freeze_drift: float = _setting(
         "freeze early once the fraction of changed groups is at most this; negative: off",
         of="consensus",
-    )
-    freeze_window: int = _setting(
-        "consecutive outer iterations for --freeze-drift", low=1, of="consensus"
     )
     after_freeze: str = _setting(
         "training on the frozen masks: averaging (local-sgd) or with duals (admm)",
@@ -381,8 +362,6 @@ class Settings:
     )
     rho1: float = _setting("initial penalty inside a node", above=0, of="consensus")
     rho2: float = _setting("initial penalty between nodes", above=0, of="consensus nodes")
-    rho_max: float = _setting("upper bound of the penalties", above=0, of="consensus")
-    rho_factor: float = _setting("factor of one change of a penalty", above=1, of="consensus")
     eps_abs: float = _setting("absolute tolerance of the residuals", low=0, of="consensus")
     eps_rel: float = _setting("relative tolerance of the residuals", low=0, of="consensus")
     residuals: str = _setting(
@@ -402,7 +381,6 @@ class Settings:
     amp: str = _setting("mixed precision", "off", choices=("off", "bf16", "fp16"))
     channels_last: bool = _setting("use NHWC memory format", False)
     compile: bool = _setting("compile the model with torch.compile", False)
-    bucket_mib: float = _setting("bucket size of messages in MiB", 32.0, low=1e-4, high=2048)
     piece_kib: int = _setting(
         "piece size of messages between nodes, KiB per node, 0 for whole buckets",
         60,
@@ -519,11 +497,6 @@ OF_SECTION = {
 def key_of(name: str) -> str:
     """Return the flag of a setting without its dashes; of shared ones it is the TOML key too."""
     return name.replace("_", "-")
-
-
-def layer_keep_ratios(settings: Settings) -> tuple[tuple[str, float], ...]:
-    """Return the (pattern, ratio) pairs of `layer_keep_ratio` in order."""
-    return tuple(split_layer_keep_ratio(item) for item in settings.layer_keep_ratio)
 
 
 def freezes(settings: Settings) -> bool:

@@ -66,9 +66,6 @@ def convert(field: dataclasses.Field, value: object, where: str) -> Any:
     if not items and not field.metadata.get("optional"):
         raise UserError(f"{where} needs at least one value")
     converted = tuple(_convert_item(field, get_args(field.type)[0], item, where) for item in items)
-    if field.name == "layer_keep_ratio":
-        for item in converted:
-            split_layer_keep_ratio(item, where)
     if field.metadata.get("choices") and len(set(converted)) < len(converted):
         twice = next(item for item in converted if converted.count(item) > 1)
         raise UserError(f"{where} names {twice!r} twice")
@@ -78,18 +75,6 @@ def convert(field: dataclasses.Field, value: object, where: str) -> Any:
 def choices_shown(rules: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what a field with choices takes, for messages and help."""
     return *rules["choices"], *([rules["named"]] if "named" in rules else [])
-
-
-def split_layer_keep_ratio(item: str, where: str = "layer-keep-ratio") -> tuple[str, float]:
-    """Split "PATTERN=RATIO"; raise UserError unless the ratio is above 0 and at most 1."""
-    pattern, _, text = item.rpartition("=")
-    try:
-        ratio = float(text)
-    except ValueError:
-        ratio = math.nan
-    if not pattern or not 0 < ratio <= 1:
-        raise UserError(f"{where}: {quote(item)} is not PATTERN=RATIO with a ratio 0 < r <= 1")
-    return pattern, ratio
 
 
 def _convert_item(field: dataclasses.Field, kind: type, value: object, where: str) -> Any:

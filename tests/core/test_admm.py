@@ -1,18 +1,13 @@
 """The arithmetic of the phases: updates, residuals, penalties, and groups that z has dropped."""
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from driving import by_name, element_masks, run_driver
-from nets import CoupledNet, RandomStream
-from nodes import WORLD, nodes_of
 from torch import Tensor, nn
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core import evaluation
 from prunex_mpi.core.admm import (
     NormSums,
     Residuals,
@@ -242,9 +237,8 @@ PRIMAL = np.array([100.0, 10.0, 1.0, 1.0, 0.0, 0.0])
 DUAL = np.array([1.0, 1.0, 10.0, 100.0, 0.0, 1.0])
 
 
-def penalty(rho: float, rule: str, *, factor: float = 2.0, high: float = 10.0):
-    settings = replace(SETTINGS, penalty=rule, rho_factor=factor, rho_max=high)
-    return update_penalty(np.full(6, rho), settings, (PRIMAL, DUAL))
+def penalty(rho: float, rule: str):
+    return update_penalty(np.full(6, rho), replace(SETTINGS, penalty=rule), (PRIMAL, DUAL))
 
 
 def test_fixed_penalties_stay_even_outside_the_limits():
@@ -253,55 +247,18 @@ def test_fixed_penalties_stay_even_outside_the_limits():
 
 def test_balance_moves_only_beyond_a_ratio_of_ten():
     assert penalty(1.0, "balance").tolist() == [2.0, 1.0, 1.0, 0.5, 1.0, 0.5]
-    assert penalty(1.0, "balance", factor=4.0).tolist() == [4.0, 1.0, 1.0, 0.25, 1.0, 0.25]
 
 
 def test_balance_is_clamped_to_both_limits():
-    assert penalty(1.0, "balance", high=1.25).tolist() == [1.25, 1.0, 1.0, 0.5, 1.0, 0.5]
+    assert penalty(8.0, "balance").tolist() == [10.0, 8.0, 8.0, 4.0, 8.0, 4.0]
     assert penalty(1.5e-6, "balance").min() == 1e-6
 
 
 def test_ramp_grows_up_to_the_limit_whatever_the_residuals():
     rho, seen = np.full(6, 1.5), []
-    settings = replace(SETTINGS, penalty="ramp", rho_factor=2.0, rho_max=10.0)
+    settings = replace(SETTINGS, penalty="ramp")
     for _ in range(4):
         rho = update_penalty(rho, settings, None)
         assert np.all(rho == rho[0])
         seen.append(float(rho[0]))
     assert seen == [3.0, 6.0, 10.0, 10.0]
-
-
-RAMP = {"groups": ("coupled",), "outer_iterations": 9, "warmup_iterations": 1}
-RAMP |= {"keep_ramp_iterations": 4, "freeze_iteration": 7, "lr_schedule": "constant"}
-RAMP |= {"warmup_ratio": 0.0, "rho1": 0.02, "rho2": 0.005, "bn": "average", "residuals": "off"}
-
-
-def run(dropped, grows):
-    """Return the mask of each outer iteration.
-
-    Theta hardly moves, but after iteration `grows`, when it becomes large where z has nothing.
-    """
-    torch.manual_seed(2)
-    settings = make(**RAMP, dropped=dropped, lr=1e-9)
-    found = []
-    with nodes_of(2) as topology, patch.object(evaluation, "DIVERGED", np.inf):
-        stream = RandomStream(WORLD.rank, torch.float64)
-        for record, state in run_driver(topology, settings, CoupledNet().double(), stream):
-            masks = element_masks(state)
-            found.append(state.mask.bits.copy())
-            for name, mask in masks.items() if record["iteration"] == grows else ():
-                by_name(state.theta, state)[name][~mask] *= 100
-    return found
-
-
-@pytest.mark.mpi
-@pytest.mark.any_mpi
-def test_shrunk_groups_come_back_and_cut_ones_do_not_by_themselves():
-    for dropped in ("shrink", "cut"):
-        masks = run(dropped, grows=5)
-        assert (masks[5] == masks[4]).all() == (dropped == "cut")
-        if dropped == "shrink":
-            # Half of the groups of each set were out, and all of them are large now; so are some
-            # that were in, by what they read of the others.
-            assert (masks[5] & ~masks[4]).sum() > 0.75 * masks[5].sum()
-        assert (masks[6] == masks[5]).all() and (masks[8] == masks[6]).all()

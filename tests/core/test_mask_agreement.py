@@ -80,19 +80,18 @@ def test_local_projection_is_the_best_support_of_its_own_candidate(kinds):
     state = prepare(kinds)
     for node in range(5):
         flat = candidate(state, node)
-        found = project_locally(torch.from_numpy(flat), state, 1.0, 1)
+        found = project_locally(torch.from_numpy(flat), state, 1.0)
         assert np.array_equal(found, best_shared_mask(state, [flat], (1,)))
 
 
-def test_strictness_and_rounding_reach_the_projection():
+def test_strictness_reaches_the_projection():
     state = prepare(("channel",))
     flat = torch.from_numpy(candidate(state, 0))
-    assert project_locally(flat, state, 0.0, 1).all()
-    half, rounded = project_locally(flat, state, 0.5, 1), project_locally(flat, state, 1.0, 3)
+    assert project_locally(flat, state, 0.0).all()
+    half = project_locally(flat, state, 0.5)
     for s in state.groups.kinds[0]:
-        # 0.7 of 4 and of 3 channels; 0.4 of them in threes.
+        # 0.7 of 4 and of 3 channels.
         assert half[s.start : s.stop].sum() == s.selections * 3
-        assert rounded[s.start : s.stop].sum() == s.selections * 3
 
 
 @pytest.mark.mpi
@@ -107,7 +106,7 @@ def test_vote_is_the_best_shared_support_for_nodes_of_any_size(kinds, ranks_per_
         mask = np.zeros(state.groups.total, dtype=bool)
         if topology.is_leader:
             mine = torch.from_numpy(flats[topology.node_index])
-            mask = agree_by_vote(wires.workers, mine, state, 1.0, 1, topology.node_size)
+            mask = agree_by_vote(wires.workers, mine, state, 1.0, topology.node_size)
         mask = wires.node.broadcast_bits(mask)
         expected = best_shared_mask(state, flats, topology.node_sizes)
         node_size, is_leader = topology.node_size, topology.is_leader

@@ -44,7 +44,7 @@ PRUNEX = {
 ONE_SHOT = {"method": "one-shot", "one_shot_prune_iteration": 3}
 SCENARIOS = {
     "prunex": PRUNEX,
-    "outer": {**PRUNEX, "node_sync": "outer", "clip_grad": 0.5, "dropped": "shrink"},
+    "outer": {**PRUNEX, "node_sync": "outer", "clip_grad": 0.5},
     "adamw int4": {**PRUNEX, "optimizer": "adamw", "lr": 0.002, "payload": "int4"},
     "behind": {**PRUNEX, "overlap_steps": 1, "evaluate_every": 7, "payload": "int4"},
     "one-shot": {**ONE_SHOT, "score": "gates", "payload": "bf16"},

@@ -124,8 +124,3 @@ def test_networks_without_convolutions_are_refused_with_what_to_do():
     model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
     with pytest.raises(UserError, match=r"no convolution.*: choose another --method"):
         make_groups(make(**COMMON), model, build_layout(model), Images(6))
-    # Ratios of layers are for kernels.
-    settings = make(**COMMON, layer_keep_ratio=("features.3.*=1",))
-    groups = make_groups(settings, new_net(), build_layout(new_net()), Images(6))
-    ratios = [[s.keep_ratio for s in selections] for selections in groups.kinds]
-    assert ratios == [[1.0, 0.25, 0.25], [0.25, 0.25]]

@@ -92,21 +92,12 @@ SCENARIOS |= {
     ),
 }
 SCENARIOS["recipe-int8sum-behind"] = {**COUPLED, **BEHIND, "payload": "int8sum"}
-# What z drops shrinks in theta; with groups that come back, and duals that go on after the freeze.
-SHRUNK = {**COUPLED, "dropped": "shrink", "keep_ramp_iterations": 3, "freeze_iteration": 5}
-SCENARIOS |= {
-    "shrunk-int4-behind": {**SHRUNK, **BEHIND, "payload": "int4"},
-    "shrunk-gates": {**SHRUNK, "score": "gates"},
-    "gates-outer": {**COUPLED, "score": "gates", "node_sync": "outer"},
-    "shrunk-admm": {**SHRUNK, "after_freeze": "admm", "node_sync": "outer"},
-    "union-shrunk": {**UNION, "theta_start": "z", "dropped": "shrink", "freeze_iteration": 5},
-}
+SCENARIOS["gates-outer"] = {**COUPLED, "score": "gates", "node_sync": "outer"}
 # Exchanges in iterations 2, 4, 5, which freezes, and 6; 3 and 6, of which 4 freezes.
 APART = {"evaluate_every": 6, "residuals": "off", "freeze_iteration": 5, "prunex_t_sync": 2}
 SCENARIOS |= {
     "apart-int4": {**COUPLED, **APART, "payload": "int4"},
     "apart-admm-outer": {**UNION, **APART, "node_sync": "outer", "penalty": "ramp"},
-    "apart-shrunk": {**SHRUNK, **APART, "prunex_t_sync": 3, "freeze_iteration": 4},
 }
 # Of 4 nodes in racks: 2 + 2, 3 + 1.
 SCENARIOS |= {
@@ -122,12 +113,12 @@ CASES += [(name, torch.float32) for name in ("recipe", "paper")]
 # What differs from another scenario in little.
 RARELY = (
     *("fp16", "bf16", "int8", "int2", "all-behind", "ramp-behind", "pruned-at-once", "coupled"),
-    *("admm-adamw", "shrunk-int4-behind"),
+    *("admm-adamw"),
 )
 # What asks nothing of an MPI that others do not.
 ARITHMETIC = (
     *("composed", "gates-outer", "admm-int4-behind", "int8sum-behind", "filter-channel"),
-    *("shape-outer", "adamw", "gates", "shrunk-admm", "apart-shrunk", "apart-admm-outer"),
+    *("shape-outer", "adamw", "gates", "apart-admm-outer"),
     *("apart-int4", "pattern"),
 )
 
@@ -551,7 +542,7 @@ def test_ranks_of_a_node_that_differ_go_on_from_their_leaders_variables():
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_masks_freeze_once_they_have_settled():
-    records, state = converge(freeze_iteration=0, freeze_drift=0.0, freeze_window=3, eps_rel=0.0)
+    records, state = converge(freeze_iteration=0, freeze_drift=0.0, eps_rel=0.0)
     first_frozen = next(r["iteration"] for r in records if r["frozen"])
     quiet = [r["mask_drift"] == 0 for r in records[: first_frozen - 1]]
     assert quiet[-3:] == [True] * 3 and not all(quiet[-4:])

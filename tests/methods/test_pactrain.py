@@ -31,7 +31,7 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import PRUNED
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.text import Windows, join
-from prunex_mpi.methods import pactrain_mask, pactrain_samples
+from prunex_mpi.methods import pactrain_mask, pactrain_samples, pactrain_support
 from prunex_mpi.methods.pactrain import (
     COMPACT,
     FULL,
@@ -67,9 +67,15 @@ pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 STEPS = 4
 # Buckets of 1 KiB cut the 801 parameters of the test network into 7 of float64, 4 of float32.
 COMMON = {"method": "pactrain", "outer_iterations": 3, "lr": 0.05, "lr_schedule": "constant"}
-COMMON |= {"warmup_ratio": 0.0, "bucket_mib": 2**-10, "pactrain_stable_window": 2}
+COMMON |= {"warmup_ratio": 0.0, "pactrain_stable_window": 2}
 COMMON |= {"pactrain_score": "magnitude", "keep_ratio": (0.3,)}
 SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """Of several buckets each is settled by itself: 128 values of float64 in one."""
+    monkeypatch.setattr(pactrain_support, "BUCKET_MIB", 2**-10)
 
 
 LATER = {"pactrain_prune_iteration": 1}

@@ -314,7 +314,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
 
     def ramp_(rhos, duals):
         for n in names:
-            new = min(rhos[n] * s.rho_factor, s.rho_max)
+            new = min(rhos[n] * 2.0, 10.0)
             for x in duals:
                 x[n] = x[n] * (rhos[n] / new)
             rhos[n] = new
@@ -341,11 +341,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             if s.theta_start == "z" or sgd_only:
                 source = z_node[node_of[ranks.index(r)]] if pending or apart else z
                 for n, p in parameters(r.model).items():
-                    start_at = source[n]
-                    if n in mask and s.dropped != "cut" and not frozen:
-                        left = s.freeze_iteration - k
-                        start_at = torch.where(mask[n], source[n], left / (left + 1) * p.data)
-                    p.data.copy_(start_at)
+                    p.data.copy_(source[n])
         losses = [0.0] * total_ranks
         gates = [[0.0] * len(s.sets) for _ in ranks] if s.score == "gates" else []
         for step in range(s.steps):
@@ -516,8 +512,6 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         if not sgd_only:
             for j, r in enumerate(ranks):
                 r.u = {n: r.u[n] + theta[j][n] - z_node[node_of[j]][n] for n in names}
-                if s.dropped != "cut":
-                    r.u = masked(r.u, mask)
             if not behind and not apart:
                 v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
         if not sgd_only and s.penalty == "ramp":
@@ -531,9 +525,9 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             ):
                 new = rho[n]
                 if primal > 10 * dual:
-                    new = min(rho[n] * s.rho_factor, s.rho_max)
+                    new = min(rho[n] * 2.0, 10.0)
                 elif dual > 10 * primal:
-                    new = max(rho[n] / s.rho_factor, 1e-6)
+                    new = max(rho[n] / 2.0, 1e-6)
                 for x in duals:
                     x[n] = x[n] * (rho[n] / new)
                 rho[n] = new

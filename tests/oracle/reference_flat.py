@@ -82,9 +82,9 @@ def simulate_flat(model, streams, loss_fn, s):
                 u[n] = u[n] + theta[n] - z[n]
         for n in names if s.penalty == "balance" and not retired else ():
             primal, dual = residuals[n]
-            factor = s.rho_factor if primal > 10 * dual else 1.0
-            factor = 1 / s.rho_factor if dual > 10 * primal else factor
-            after = min(max(rho[n] * factor, 1e-6), s.rho_max)
+            factor = 2.0 if primal > 10 * dual else 1.0
+            factor = 1 / 2.0 if dual > 10 * primal else factor
+            after = min(max(rho[n] * factor, 1e-6), 10.0)
             for u in duals:
                 u[n] = u[n] * rho[n] / after
             rho[n] = after

@@ -67,7 +67,7 @@ def grouped(model: nn.Module, budget: str = "", ratio: float = 0.5):
     coupling = find_coupling(model, Images(SIDE))
     groups = find_groups(model, layout, ("coupled",), (ratio,), coupling=coupling)
     if budget:
-        groups = with_budget(groups, layout, budget, 1, 0.0)
+        groups = with_budget(groups, layout, budget, 0.0)
     return layout, replace(groups, by_gate=True), coupling
 
 
@@ -142,7 +142,7 @@ def test_a_budget_buys_the_groups_that_are_worth_most_for_what_they_cost():
     price = shares_of_budget(groups)
     rng = np.random.default_rng(5)
     worth = rng.permutation(groups.total) + 1.0
-    kept = select(worth * price, groups.kinds[0], 1.0, 1, groups)
+    kept = select(worth * price, groups.kinds[0], 1.0, groups)
     assert sum(kept_numel(kept, groups)) <= 0.3 * sum(p.numel() for p in model.parameters())
     # But for the one channel that each set has at least, nothing dropped is worth more.
     spare = np.zeros(groups.total, dtype=bool)

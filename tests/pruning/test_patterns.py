@@ -237,8 +237,6 @@ def test_networks_without_3x3_kernels_are_refused(model, reason):
     ("changes", "message"),
     [
         ({"keep_ratio": 0.3}, "keep-ratio means nothing with groups pattern"),
-        ({"round_to": 2}, "round-to means nothing with groups pattern"),
-        ({"layer_keep_ratio": ("*=0.3",)}, "layer-keep-ratio means nothing with groups pattern"),
         ({"remove_dropped": True}, "remove-dropped is for coupled groups alone"),
         ({"keep_by": "parameters"}, "keep-by parameters is for coupled groups alone"),
         ({"score": "gates"}, "score gates is for coupled groups alone"),

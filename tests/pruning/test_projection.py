@@ -13,7 +13,6 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models import layout as layouts
-from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
@@ -43,10 +42,9 @@ def prepare(
     model: nn.Module,
     kinds: Sequence[str],
     ratios: Sequence[float] = (0.5,),
-    by_layer: Sequence[tuple[str, float]] = (),
 ) -> tuple[Layout, Groups]:
     layout = build_layout(model)
-    return layout, find_groups(model, layout, kinds, ratios, by_layer)
+    return layout, find_groups(model, layout, kinds, ratios)
 
 
 def project(
@@ -149,34 +147,32 @@ def test_ties_go_to_the_lower_index_and_never_to_more_groups(kind):
 
 
 def test_order_of_a_composition_matters():
-    model = nn.Sequential(nn.Conv2d(3, 2, 1, bias=False), nn.Conv2d(2, 2, 1, bias=False))
-    model.append(nn.Linear(1, 1))
+    stem = nn.Conv2d(3, 2, 1, bias=False).requires_grad_(False)
+    model = nn.Sequential(stem, nn.Conv2d(2, 2, 1, bias=False), nn.Linear(1, 1))
     delivered = {}
     for kinds in (("filter", "channel"), ("channel", "filter")):
-        layout, groups = prepare(model, kinds, [0.5], [("0.*", 1.0)])
+        layout, groups = prepare(model, kinds, [0.5])
         flat = torch.zeros(layout.numel)
-        layout.views(flat)[1].copy_(torch.tensor([[0, 3], [2.9, 1]]).view(2, 2, 1, 1))
+        layout.views(flat)[0].copy_(torch.tensor([[0, 3], [2.9, 1]]).view(2, 2, 1, 1))
         result, _ = project(flat, layout, groups)
-        delivered[kinds] = layout.views(result)[1].flatten().tolist()
+        delivered[kinds] = layout.views(result)[0].flatten().tolist()
     # Row 1 holds more than row 0, but column 1 more than column 0.
     assert delivered["filter", "channel"] == pytest.approx([0, 0, 2.9, 0])
     assert delivered["channel", "filter"] == [0, 3, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("count", "ratio", "round_to", "alpha"),
+    ("count", "ratio", "alpha"),
     [
-        (30, 0.1, 1, 3),
-        (64, 1e-6, 1, 1),
-        (64, 0.3, 8, 24),
-        (12, 0.75, 8, 12),
-        (4, 0.25, 16, 4),
-        (10, 1.0 - 1.0 * (1.0 - 0.3), 1, 3),
-        (30, 1.0 - 1.0 * (1.0 - 0.1), 1, 3),
+        (30, 0.1, 3),
+        (64, 1e-6, 1),
+        (64, 0.3, 20),
+        (10, 1.0 - 1.0 * (1.0 - 0.3), 3),
+        (30, 1.0 - 1.0 * (1.0 - 0.1), 3),
     ],
 )
-def test_kept_count_survives_floats_and_rounds_up(count, ratio, round_to, alpha):
-    assert kept_count(count, ratio, round_to) == alpha
+def test_kept_count_survives_floats_and_rounds_up(count, ratio, alpha):
+    assert kept_count(count, ratio) == alpha
 
 
 @pytest.mark.parametrize("count", [3, 30, 64, 512, 4608, 20480])
@@ -186,30 +182,22 @@ def test_percent_ratios_of_the_keep_ramp_end_at_the_exact_ceiling(count):
         assert kept_count(count, target) == max(1, -(-percent * count // 100))
 
 
-def test_strictness_moves_from_dense_to_the_target_and_round_to_applies():
+def test_strictness_moves_from_dense_to_the_target():
     layout, groups = prepare(Convolutions(), ["channel"], [0.25])
     torch.manual_seed(2)
     energies = np.random.default_rng(0).random(groups.total)
     for strictness, ratio in ((0.0, 1.0), (0.5, 0.625), (1.0, 0.25)):
-        for round_to in (1, 2):
-            mask = select(energies, groups.kinds[0], strictness, round_to)
-            for s in groups.kinds[0]:
-                kept = mask[s.start : s.stop].reshape(s.selections, s.count).sum(axis=1)
-                assert kept.tolist() == [kept_count(s.count, ratio, round_to)] * s.selections
+        mask = select(energies, groups.kinds[0], strictness)
+        for s in groups.kinds[0]:
+            kept = mask[s.start : s.stop].reshape(s.selections, s.count).sum(axis=1)
+            assert kept.tolist() == [kept_count(s.count, ratio)] * s.selections
     assert layout.numel > groups.prunable_numel
 
 
-def test_ratios_per_kind_and_per_layer_and_the_last_pattern_wins():
-    model = Convolutions()
-    patterns = [("p*", 0.75), ("plain.*", 0.3), ("grouped.weight", 1.0)]
-    layout, groups = prepare(model, ["filter", "channel"], [0.5, 0.25], patterns)
-    names = [layout.segments[layer.segment].name for layer in groups.layers]
-    found = {(names[s.layer], s.kind): s.keep_ratio for s in itertools.chain(*groups.kinds)}
-    assert found["stem.weight", "filter"] == 0.5
-    assert found["volume.weight", "channel"] == 0.25
-    assert found["pointwise.weight", "filter"] == found["pointwise.weight", "channel"] == 0.75
-    assert found["plain.weight", "filter"] == found["plain.weight", "channel"] == 0.3
-    assert found["grouped.weight", "channel"] == 1.0
+def test_each_kind_has_its_ratio():
+    _, groups = prepare(Convolutions(), ["filter", "channel"], [0.5, 0.25])
+    found = {(s.kind, s.keep_ratio) for s in itertools.chain(*groups.kinds)}
+    assert found == {("filter", 0.5), ("channel", 0.25)}
 
 
 def test_drift_counts_changed_groups_against_kept_ones():
@@ -302,16 +290,15 @@ def test_frozen_convolutions_are_named_and_stay_the_first():
 
 
 @pytest.mark.parametrize(
-    ("model", "kinds", "patterns", "message"),
+    ("model", "message"),
     [
-        (nn.Linear(2, 2), ["channel"], [], "no convolution layer .*give --groups coupled"),
-        (nn.Conv2d(3, 4, 3), ["channel"], [], "image's.*give --groups coupled"),
-        (Convolutions(), ["channel"], [("layer9.*", 0.5)], "'layer9.*' matches no weight"),
+        (nn.Linear(2, 2), "no convolution layer .*give --groups coupled"),
+        (nn.Conv2d(3, 4, 3), "image's.*give --groups coupled"),
     ],
 )
-def test_nothing_to_prune_is_a_user_error(model, kinds, patterns, message):
+def test_nothing_to_prune_is_a_user_error(model, message):
     with pytest.raises(UserError, match=message) as caught:
-        prepare(model, kinds, by_layer=patterns)
+        prepare(model, ["channel"])
     assert "\n" not in str(caught.value)
 
 
@@ -355,27 +342,8 @@ def coupled_groups(
     coupling = find_coupling(model, Images(8))
     groups = find_groups(model, layout, ["coupled"], [ratio], coupling=coupling)
     if keep_by != "groups":
-        groups = with_budget(groups, layout, keep_by, 1, floor)
+        groups = with_budget(groups, layout, keep_by, floor)
     return model, layout, groups
-
-
-def test_any_weight_that_makes_coupled_channels_decides_their_ratio():
-    model = build_model("resnet8", Images(8, 10))
-    layout, coupling = build_layout(model), find_coupling(model, Images(8))
-
-    def ratios(*by_layer: tuple[str, float]) -> dict[str, float]:
-        groups = find_groups(model, layout, ["coupled"], [0.5], by_layer, coupling=coupling)
-        kept = [s.keep_ratio for s in groups.kinds[0]]
-        return dict(zip([s.name for s in coupling.sets], kept, strict=True))
-
-    # The skip connection joins what conv1 makes with what layer1.0.conv2 does.
-    found = ratios(("layer1.0.conv2.weight", 0.25))
-    assert found == {name: 0.25 if name == "conv1.weight" else 0.5 for name in found}
-    found = ratios(("layer1.*", 0.25), ("conv1.weight", 0.75))
-    assert [found["conv1.weight"], found["layer1.0.conv1.weight"]] == [0.75, 0.25]
-    # The classifier makes none.
-    with pytest.raises(UserError, match=r"'fc\.weight' matches no weight"):
-        ratios(("layer1.*", 0.25), ("fc.weight", 0.5))
 
 
 def test_a_coupled_score_is_the_mean_share_of_its_tensors(monkeypatch):
@@ -406,9 +374,8 @@ def test_a_coupled_score_is_the_mean_share_of_its_tensors(monkeypatch):
 
 @pytest.mark.parametrize("keep_by", ["parameters", "multiply-adds"])
 @pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9])
-@pytest.mark.parametrize("round_to", [1, 2])
 @pytest.mark.parametrize("strictness", [0.0, 0.5, 1.0])
-def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, round_to, strictness):
+def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, strictness):
     _, layout, groups = coupled_groups(ratio, keep_by)
     # Of one image of 8x8: the stem at 6x6 positions, 1x1 at 6x6, depthwise at 4x4.
     prices = {"stem.weight": 36, "wide.weight": 36, "depth.weight": 16, "fc.weight": 1}
@@ -426,30 +393,19 @@ def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, round_
     limit = everything - strictness * (everything - ratio * everything)
     for seed in range(20):
         scores = np.random.default_rng(seed).random(groups.total)
-        mask = select(scores, groups.kinds[0], strictness, round_to, groups)
+        mask = select(scores, groups.kinds[0], strictness, groups)
         assert cost(mask) <= limit
         assert mask.all() == (strictness == 0)
         for s in groups.kinds[0]:
             kept = mask[s.start : s.stop]
-            assert kept.any() and kept.sum() % round_to == 0
+            assert kept.any()
             own = scores[s.start : s.stop]
             assert kept.all() or own[kept].min() > own[~kept].max()
-        # Keeping the best one of those removed as well would cost too much, unless rounding up
-        # has spent more than it.
+        # Keeping the best one of those removed as well would cost too much.
         best = np.argmax(np.where(mask, -1, scores))
         larger = mask.copy()
         larger[best] = True
-        assert mask.all() or round_to > 1 or cost(larger) > limit
-
-
-def test_rounding_counts_channels_not_heads():
-    model = build_model("vit_b_16", Images(16, 2))
-    coupling = find_coupling(model, Images(16))
-    groups = find_groups(model, build_layout(model), ["coupled"], [0.3], coupling=coupling)
-    mask = select(np.zeros(groups.total), groups.kinds[0], 1.0, 16)
-    kept = [int(mask[s.start : s.stop].sum()) for s in groups.kinds[0]]
-    # 0.3 of 768 channels, of 12 heads of 64, and of 3,072 hidden units.
-    assert kept == [240, *[4, 928] * 12]
+        assert mask.all() or cost(larger) > limit
 
 
 def test_a_budget_below_one_channel_per_set_is_refused():
@@ -467,7 +423,7 @@ def test_a_budget_leaves_every_set_its_floor(floor):
         scores = np.random.default_rng(seed).random(groups.total)
         poor = groups.kinds[0][seed % 2]
         scores[poor.start : poor.stop] *= 1e-3
-        mask = select(scores, groups.kinds[0], 1.0, 1, groups)
+        mask = select(scores, groups.kinds[0], 1.0, groups)
         kept = [int(mask[s.start : s.stop].sum()) for s in groups.kinds[0]]
         assert all(k >= n for k, n in zip(kept, least, strict=True))
         reached |= {i for i in (0, 1) if kept[i] == least[i]}

@@ -86,7 +86,7 @@ def test_half_of_the_groups_leave_little_more_than_a_quarter(name):
     scores = group_energies(torch.randn(layout.numel), layout, groups, groups.kinds[0]).numpy()
     plan = build_plan(layout, groups, select(scores, groups.kinds[0], 1.0), torch.device("cpu"))
     assert plan.numel <= MOST_LEFT * layout.numel
-    budget = with_budget(groups, layout, "parameters", 1, 0.0)
+    budget = with_budget(groups, layout, "parameters", 0.0)
     mask = select(scores, budget.kinds[0], 1.0)
     plan = build_plan(layout, budget, mask, torch.device("cpu"))
     assert plan.numel < layout.numel

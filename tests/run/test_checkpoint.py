@@ -102,7 +102,6 @@ SCENARIOS = {
         pactrain_prune_iteration=1,
         pactrain_stable_window=2,
         pactrain_ternary=True,
-        bucket_mib=2**-10,
     ),
     # Chosen in the second iteration, pruned at the end of the third.
     "clicktrain": dict(
@@ -134,7 +133,7 @@ SCENARIOS = {
     "one-shot": dict(
         method="one-shot", one_shot_prune_iteration=4, groups=("coupled",), score="gates"
     ),
-    "shrunk": dict(RAMP, groups=("coupled",), freeze_iteration=5, dropped="shrink", score="gates"),
+    "shrunk": dict(RAMP, groups=("coupled",), freeze_iteration=5, score="gates"),
     "prunetrain": dict(
         method="prunetrain",
         prunetrain_reconfigure_every=3,
@@ -432,23 +431,6 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario, ranks_
         assert records + list(second.iterate()) == expected
         assert_same(end, second)
         assert len(expected) == (5 if scenario.startswith("qsr") else 6)
-
-
-def test_a_run_left_before_the_first_step_begins_the_phase_once():
-    """What is dropped is shrunk when the outer iteration begins, not by who leaves there as well.
-
-    Outer iteration 4 is the last with groups that are dropped and still there.
-    """
-    expected, end = whole_run("shrunk", 2)
-    with nodes_of(2) as topology, run_directory() as files:
-        first = new_run(topology, "shrunk")
-        records = list(first.iterate(StopsAt(9)))
-        assert (first.state.position.iteration, first.state.position.step) == (4, 0)
-        first.save(files)
-        second = new_run(topology, "shrunk")
-        second.restore(files)
-        assert records + list(second.iterate()) == expected
-        assert_same(end, second)
 
 
 UNDER_WAY = list(product(OVERLAPPED, (3, 4, 14), (1, 2)))

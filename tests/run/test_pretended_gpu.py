@@ -25,7 +25,7 @@ MORE = {
     "removal": {**COUPLED, "remove_dropped": True, "freeze_iteration": 2, "model_ema_decay": 0.5},
     "frozen": {**COUPLED, "freeze_iteration": 2, "optimizer": "muon", "clip_grad": 1.0},
     "gates": {**COUPLED, "score": "gates", "payload": "int2", "val_split": 0.25},
-    "shrink": {**COUPLED, "dropped": "shrink", "optimizer": "adamw"},
+    "shrink": {**COUPLED, "optimizer": "adamw"},
     "fp16": {**PRUNING, "amp": "fp16", "clip_grad": 1.0, "mask_agreement": "or"},
     "changed": {**PRUNING, "augment": "resized-crop", "transforms": ("aug-mix",)},
     "diloco": {"method": "diloco"},

@@ -55,7 +55,7 @@ def kernels(bench: Bench, values: int = VALUES) -> list[Table]:
 
 def project_alone(state: State, settings: Settings) -> np.ndarray:
     """Project `scratch` as a leader does in phase 3, without MPI, and return the mask."""
-    mask = project_locally(state.scratch, state, 1.0, settings.round_to)
+    mask = project_locally(state.scratch, state, 1.0)
     make_mask(state.layout, state.groups, mask, state.theta).apply_(state.scratch)
     return mask
 

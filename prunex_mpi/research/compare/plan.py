@@ -73,7 +73,7 @@ SEED = "{seed}"
 # What is alike in all rows: the same images on the same ranks, and one transport.
 SHARED = (
     *OF_SECTION["data"],
-    *("device", "bucket_mib", "piece_kib", "mpi_buffers", "ranks_per_node"),
+    *("device", "piece_kib", "mpi_buffers", "ranks_per_node"),
     *("timeout", "progress"),
 )
 MAX_SEED = 2**31 - 1
