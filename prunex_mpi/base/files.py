@@ -4,13 +4,11 @@ import errno
 import json
 import os
 import re
-import shutil
 import socket
 import stat
 import sys
 import zlib
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +25,6 @@ else:
 T = TypeVar("T")
 
 CHUNK_BYTES = 4 * MIB
-# How often to look whether what a thread does has gone on.
-LOOK_S = 0.5
 # Of checkpoints, configurations and exported networks: a file of another number is refused.
 FORMAT = 5
 # The files of a run directory that grow by lines; the last one is not part of checkpoints.
@@ -55,9 +51,7 @@ class FileRecord:
         return FileRecord(self.size + len(data), zlib.crc32(data, self.crc32))
 
 
-def read_record(
-    path: Path, size: int | None = None, going: Callable[[], None] = lambda: None
-) -> FileRecord:
+def read_record(path: Path, size: int | None = None) -> FileRecord:
     """Return the record of a file, or of its first `size` bytes; raise OSError."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     crc32, done = 0, 0
@@ -68,41 +62,7 @@ def read_record(
                 break
             crc32 = zlib.crc32(buffer[:count], crc32)
             done += count
-            going()
     return FileRecord(done, crc32)
-
-
-def while_growing(
-    files: Callable[[], Iterable[Path]], going: Callable[[], None], fetch: Callable[[], T]
-) -> T:
-    """Return `fetch()`, done by a thread; call `going` whenever `files()` have grown together."""
-
-    def size_of(path: Path) -> int:
-        # One that was there a moment ago may have got its last name.
-        with suppress(FileNotFoundError):
-            return path.stat().st_size
-        return 0
-
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(fetch)
-        before = -1
-        while not wait([future], LOOK_S).done:
-            size = sum(map(size_of, files()))
-            if size != before:
-                going()
-            before = size
-        return future.result()
-
-
-def remove_folder(folder: Path, going: Callable[[], None]) -> None:
-    """Remove a folder, no link, with all in it, and call `going` for each file; raise OSError."""
-    if not folder.is_symlink():
-        with os.scandir(folder) as entries:
-            files = [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]
-        for file in files:
-            os.unlink(file)
-            going()
-    shutil.rmtree(folder)
 
 
 def no_links(path: str, flags: int) -> int:

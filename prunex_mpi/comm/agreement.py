@@ -3,8 +3,11 @@
 import hashlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -13,18 +16,15 @@ import numpy as np
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.heartbeat import Heartbeat, read_and_written
 
 T = TypeVar("T")
 
 POLL_S, MOST_DOUBLED = 0.005, 6
 # What a rank hands over to compare a digest, and to say that it has met no error.
 DIGEST_BYTES, VERDICT_BYTES = 16, 8
-# What a rank tells of an action that takes long; 0 while it goes on. The least of all counts.
-DONE, FAILED = 1, -1
-
-
-class _FailedElsewhere(Exception):
-    """End what a rank does, as another one has failed."""
+# Between two rounds in which ranks tell whether they are done; how the threads that do are called.
+ROUND_S, ROUNDS = 0.5, "rounds"
 
 
 def gather_text(world: MPI.Comm, text: str) -> list[str]:
@@ -116,61 +116,60 @@ def run_on_first(world: MPI.Comm, action: Callable[[], T]) -> T | None:
     return run_collectively(world, lambda: action() if world.rank == 0 else None)
 
 
-def run_collectively_while(
-    world: MPI.Comm, action: Callable[[Callable[[], None]], T], beat: Callable[[], None]
-) -> T:
-    """Return `action(going)` or raise the first rank's UserError everywhere. Collective on `world`.
+def run_collectively_while(world: MPI.Comm, action: Callable[[], T], heartbeat: Heartbeat) -> T:
+    """Return `action()` or raise the first rank's UserError everywhere. Collective on `world`.
 
-    The action takes long and calls `going()` as it goes on. `beat` is called then; and where a rank
-    is done sooner, as often as all others have gone on. Where one has failed the others are stopped
-    in `going()`. Rounds tell, in which nobody waits: by trees, one way and then back, since each
-    rank that hands a message on may sleep meanwhile, and Iallreduce may go around all of them.
+    The action takes long and does not communicate. As long as any rank beats, reads or writes, all
+    heartbeats go on: each rank has a thread that tells of it. Where the library lets one thread
+    alone call it, a rank tells when it is done.
     """
-    mine, everyone = np.zeros(1, dtype=np.int8), np.zeros(1, dtype=np.int8)
-    request: MPI.Request | None = None
-    back = False
-
-    def round_ended() -> bool:
-        nonlocal request, back
-        if request is None:
-            request, back = world.Ireduce(mine, everyone, op=MPI.MIN), False
-        if request.Test() and not back:
-            request, back = world.Ibcast(everyone), True
-        if not back or not request.Test():
-            return False
-        request = None
-        return True
-
-    def going() -> None:
-        beat()
-        if round_ended() and everyone[0] == FAILED:
-            raise _FailedElsewhere
-
     result, error = None, None
-    try:
-        result = action(going)
-    except UserError as caught:
-        error = caught
-    except _FailedElsewhere:
-        raise_together(world, None)
-    if request is not None:
-        # Its operand is still read; it ends as soon as the others go on.
-        pauses = _pauses()
-        while not round_ended():
-            time.sleep(next(pauses))
-        beat()
-        if everyone[0] == FAILED:
-            raise_together(world, error)
-    mine[0] = FAILED if error else DONE
-    # What a round has not ended yet may hold anything; a round is the last one on all ranks alike.
-    pauses = _pauses()
-    while not (round_ended() and everyone[0]):
-        if request is None:
-            beat()
+    done, gone = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix=ROUNDS) as pool:
+        rounds = partial(_rounds, world, heartbeat, done, gone)
+        alone = MPI.Query_thread() < MPI.THREAD_MULTIPLE
+        told = None if alone else pool.submit(rounds)
+        try:
+            result = action()
+        except UserError as caught:
+            error = caught
+        except BaseException:
+            # The job ends, and the others wait no longer.
+            gone.set()
+            raise
+        done.set()
+        if told is None:
+            rounds()
         else:
-            time.sleep(next(pauses))
+            pauses = _pauses()
+            # Not in the thread's own functions: where this rank is shows that it waits.
+            while not told.done():
+                time.sleep(next(pauses))
+            told.result()
     raise_together(world, error)
     return result
+
+
+def _rounds(
+    world: MPI.Comm, heartbeat: Heartbeat, done: threading.Event, gone: threading.Event
+) -> None:
+    """Beat whenever any rank has gone on, until all are `done`. Collective on `world`.
+
+    Nobody waits in MPI. By trees, one way and then back, since each rank that hands a message on
+    may sleep meanwhile, and Iallreduce may go around all of them.
+    """
+    mine, everyone = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)
+    before, beats = 0, 0
+    while everyone[0] < world.size and not gone.is_set():
+        finished = done.wait(ROUND_S)
+        mine[:] = finished, read_and_written() + heartbeat.beats - beats
+        for begin in (partial(world.Ireduce, mine, everyone), partial(world.Ibcast, everyone)):
+            request, pauses = begin(), _pauses()
+            while not request.Test() and not gone.is_set():
+                time.sleep(next(pauses))
+        if everyone[1] != before:
+            before, beats = int(everyone[1]), beats + 1
+            heartbeat.go_on()
 
 
 def _pauses() -> Iterator[float]:

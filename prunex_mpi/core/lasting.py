@@ -66,7 +66,7 @@ CUT_OF = {
 Tensors = dict[str, Tensor]
 Numbers = dict[str, Any]
 # Of several ranks what each has written; calls what it is given as reading goes on.
-Parts = Callable[[Callable[[], None]], Iterator[tuple[Tensors, Numbers]]]
+Parts = Callable[[], Iterator[tuple[Tensors, Numbers]]]
 
 
 class Lasting(NamedTuple):
@@ -217,9 +217,9 @@ def put_elsewhere(topology: Topology, parts: Parts, ranks: int, context: RunCont
         entry.tensor.zero_()
     given = np.zeros(1, dtype=np.int64)
 
-    def add_up(going: Callable[[], None]) -> tuple[Tensors, Numbers]:
+    def add_up() -> tuple[Tensors, Numbers]:
         first: tuple[Tensors, Numbers] = ({}, {})
-        for tensors, numbers in parts(going):
+        for tensors, numbers in parts():
             given[0] += 1
             if world.rank == 0 and not first[0]:
                 first = tensors, numbers
@@ -231,7 +231,7 @@ def put_elsewhere(topology: Topology, parts: Parts, ranks: int, context: RunCont
                 entry.tensor.add_(tensors[name].to(entry.tensor.device))
         return first
 
-    first, numbers = run_collectively_while(world, add_up, context.heartbeat.go_on)
+    first, numbers = run_collectively_while(world, add_up, context.heartbeat)
     world.Allreduce(MPI.IN_PLACE, given)
     numbers = broadcast_json(world, numbers)
     allreduce_(world, stats, transport)

@@ -4,7 +4,7 @@ A text is read once per machine, and each rank gets its windows of it.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -66,10 +66,19 @@ def share_contents(
         return share_text(world, data_dir, tokenizer, heartbeat, with_test=TEST in parts)
     if name not in CONTENTS:
         return {}
+
+    def read() -> Known:
+        found = {}
+        for path, contents in read_share(name, data_dir, world.rank, world.size, parts):
+            found[path] = contents
+            # A folder is listed without a byte that the system counts as read.
+            heartbeat.go_on()
+        return found
+
     mine = run_collectively_while(
         world,
-        lambda going: read_share(name, data_dir, world.rank, world.size, going, parts),
-        heartbeat.go_on,
+        read,
+        heartbeat,
     )
     told = {path: asdict(contents) for path, contents in mine.items()}
     found = {}
@@ -96,14 +105,14 @@ def share_text(
     host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
     made: list[Prepared] = []
 
-    def read(going: Callable[[], None]) -> dict[str, Any] | None:
+    def read() -> dict[str, Any] | None:
         if host.rank:
             return None
-        made.append(prepare(data_dir, tokenizer, going, known, with_test))
+        made.append(prepare(data_dir, tokenizer, known, with_test))
         return made[0].as_json()
 
     try:
-        told = run_collectively_while(world, read, heartbeat.go_on)
+        told = run_collectively_while(world, read, heartbeat)
         prepared = prepared_from(broadcast_json(host, told))
         text = run_collectively(world, lambda: text_of(prepared))
     finally:
@@ -182,7 +191,7 @@ def load_dataset(
     room = free_room(topology, device)
     dataset = run_collectively_while(
         world,
-        lambda going: load(
+        lambda: load(
             settings.dataset,
             data_dir=settings.data_dir,
             access=Access(
@@ -199,13 +208,12 @@ def load_dataset(
                 rank=world.rank,
                 size=world.size,
                 here=topology.host_size,
-                going=going,
                 val_split=settings.val_split,
                 room=room,
                 known=known,
             ),
         ),
-        heartbeat.go_on,
+        heartbeat,
     )
     totals = dataset.train_total, dataset.test_total, dataset.num_classes, dataset.image_size
     # Ranks with other numbers of steps would wait for each other for ever.
@@ -256,12 +264,12 @@ def measure_colours(
     Raises UserError on every rank where one can't be read. Collective on `world`.
     """
 
-    def measure(going: Callable[[], None]) -> torch.Tensor:
-        moments = channel_moments(dataset.train, MEASURED_IMAGES, going)
+    def measure() -> torch.Tensor:
+        moments = channel_moments(dataset.train, MEASURED_IMAGES)
         if dataset.reader is not None:
             dataset.reader.raise_error()
         return moments
 
-    moments = run_collectively_while(topology.world, measure, heartbeat.go_on).numpy()
+    moments = run_collectively_while(topology.world, measure, heartbeat).numpy()
     sum_alike_(topology.world, moments)
     return normalisation(torch.from_numpy(moments))

@@ -45,7 +45,7 @@ def part_of(shard: Shard, part: slice) -> Shard:
     return Shard(images, shard.labels[part])
 
 
-def channel_moments(shard: Shard, most: int, going: Callable[[], None]) -> Tensor:
+def channel_moments(shard: Shard, most: int) -> Tensor:
     """Return what adds up over ranks to the channels' mean and variance, values in 0..1.
 
     float64 [7], CPU: the pixel count, the sum and the sum of squares of each channel. Of the first
@@ -56,7 +56,6 @@ def channel_moments(shard: Shard, most: int, going: Callable[[], None]) -> Tenso
     starts = range(0, count, CHUNK_IMAGES)
     parts = (slice(start, min(start + CHUNK_IMAGES, count)) for start in starts)
     for chunk in in_turn(shard.images, parts):
-        going()
         for channel in range(3):
             counts[channel] += torch.bincount(chunk[:, channel].flatten(), minlength=256)
     values = torch.arange(256, dtype=torch.float64) / 255

@@ -6,7 +6,6 @@ compared with the published one, and nothing but plain values and NumPy arrays o
 
 import hashlib
 import pickle
-from collections.abc import Callable
 from contextlib import suppress
 from http.client import HTTPException
 from io import BytesIO
@@ -20,7 +19,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import download_and_extract_archive
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
-from prunex_mpi.base.files import open_regular, while_growing
+from prunex_mpi.base.files import open_regular
 from prunex_mpi.data.batches import Shard
 
 # More than any of the files has.
@@ -45,51 +44,40 @@ class _ArraysOnly(pickle.Unpickler):
         return ARRAY_PARTS[module, name]
 
 
-def read_cifar(
-    name: str, data_dir: Path, download: bool, test: bool, going: Callable[[], None]
-) -> Splits:
+def read_cifar(name: str, data_dir: Path, download: bool, test: bool) -> Splits:
     """Return the splits of CIFAR, that to test on if `test`, and the names of its classes.
 
     Where it is incomplete, one process downloads and others wait. Raises UserError (UNREADABLE).
     """
     published = CIFAR10 if name == "cifar10" else CIFAR100
     try:
-        return _read(published, data_dir, test, going)
+        return _read(published, data_dir, test)
     except (ValueError, OSError) as missing:
         if not download:
             # No other program fetches it.
             advice = "correct --data-dir, or train with --download"
             raise UserError(f"no complete {name} in {data_dir}: {advice}", UNREADABLE) from missing
 
-    def fetch() -> Splits:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(data_dir / f".{name}.lock"):
             # Who comes second finds the files complete.
             with suppress(ValueError, OSError):
-                return _read(published, data_dir, test, lambda: None)
+                return _read(published, data_dir, test)
             archive = {"filename": published.filename, "md5": published.tgz_md5}
             download_and_extract_archive(published.url, data_dir, **archive)
-            return _read(published, data_dir, test, lambda: None)
-
-    def files() -> list[Path]:
-        return [data_dir / published.filename, *(data_dir / published.base_folder).glob("*")]
-
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        return while_growing(files, going, fetch)
+            return _read(published, data_dir, test)
     except (RuntimeError, ValueError, OSError, HTTPException) as error:
         message = f"cannot download {name} to {data_dir} ({one_line(error)}): "
         advice = "check the network, or copy the files there from another machine"
         raise UserError(message + advice, UNREADABLE) from error
 
 
-def _read(
-    published: type[CIFAR10], data_dir: Path, test: bool, going: Callable[[], None]
-) -> Splits:
+def _read(published: type[CIFAR10], data_dir: Path, test: bool) -> Splits:
     """Read all files asked for; raise OSError or ValueError where one is missing or another one."""
     folder = data_dir / published.base_folder
 
     def parsed(name: str, checksum: str) -> dict[str, Any]:
-        going()
         with open_regular(folder / name) as file:
             content = file.read(MOST_BYTES)
         if hashlib.md5(content, usedforsecurity=False).hexdigest() != checksum:

@@ -1,6 +1,5 @@
 """Load each rank's part of a data set into memory, as uint8 images, or say where they lie."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -31,15 +30,13 @@ class Part(NamedTuple):
     """Which part of the data a rank takes: number `rank` of `size`.
 
     `here` ranks share the memory of this machine, and `room` bytes are free on the rank's GPU where
-    training images go there. `going` is called as loading goes on. `known` is what other ranks have
-    read of class folders or tar files. With the `classes` of a network, which is only tested, files
-    to train on are not looked for.
+    training images go there. `known` is what other ranks have read of class folders or tar files.
+    With the `classes` of a network, which is only tested, files to train on are not looked for.
     """
 
     rank: int
     size: int
     here: int = 1
-    going: Callable[[], None] = lambda: None
     val_split: float = 0.0
     room: int | None = None
     known: Known = NOTHING_KNOWN
@@ -138,10 +135,9 @@ def load(
         ("train", held_out[rank::size]),
     ]
     reader = Reader(access) if source.files else None
-    going = None if streams else part.going
     try:
         train, test, val = (
-            _shard(source, *taken, reader, going)
+            _shard(source, *taken, reader, streams)
             if taken[0] == "train" or test_samples is not None
             else None
             for taken in shares
@@ -180,21 +176,19 @@ def _find_source(
 
     `samples` are the training and test images asked for, as many as there are of generated ones.
     """
-    with_test, going = samples[1] is not None, part.going
+    with_test = samples[1] is not None
     match name:
         case "digits":
-            return digits(image_size, going)
+            return digits(image_size)
         case "cifar10" | "cifar100":
-            return cifar(name, Path(data_dir), access.download, image_size, with_test, going)
+            return cifar(name, Path(data_dir), access.download, image_size, with_test)
         case "imagefolder" | "webdataset":
-            ways = image_size, access.skip_corrupt, with_test, part.known, going
+            ways = image_size, access.skip_corrupt, with_test, part.known
             return find_image_files(name, Path(data_dir), *ways, part.classes)
         case "synthetic":
-            return synthetic(*samples, image_size, going)
+            return synthetic(*samples, image_size)
         case _:
-            return find_user_images(
-                name, data_dir, image_size, access.skip_corrupt, with_test, going
-            )
+            return find_user_images(name, data_dir, image_size, access.skip_corrupt, with_test)
 
 
 def _apart(source: Source, held_out: Tensor) -> Source:
@@ -212,14 +206,14 @@ def _shard(
     split: str,
     indices: Tensor,
     reader: Reader | None,
-    going: Callable[[], None] | None,
+    streams: bool,
 ) -> Shard:
-    """Return the images `indices` of a split; without `going` files are not decoded yet."""
+    """Return the images `indices` of a split; what it `streams` is not decoded yet."""
     if reader is None:
         return source.read(split, indices)
     files = source.files[split]
     images = Streamed(files, indices, reader)
-    return Shard(decode_all(images, going) if going else images, files.labels[indices])
+    return Shard(images if streams else decode_all(images), files.labels[indices])
 
 
 def _streams(source: Source, mode: str, samples: tuple[int | None, int | None], part: Part) -> bool:

@@ -88,11 +88,9 @@ class Reader:
         parts = [(indices[start : start + CHUNK], out[start : start + CHUNK]) for start in starts]
         return [self.pool.submit(self._decode_all, files, *part) for part in parts]
 
-    def finish(self, futures: Sequence[Future], going: Callable[[], None] | None = None) -> None:
+    def finish(self, futures: Sequence[Future]) -> None:
         """Wait until what was begun is done; keep the first error, and tell what was replaced."""
         for future in futures:
-            if going is not None:
-                going()
             findings, error = future.result()
             self.error = self.error or error
             for finding in findings:
@@ -297,13 +295,13 @@ def in_turn(images: Tensor | Streamed, parts: Iterable[slice | Tensor]) -> Itera
         ahead.forget()
 
 
-def decode_all(images: Streamed, going: Callable[[], None]) -> Tensor:
+def decode_all(images: Streamed) -> Tensor:
     """Decode all images into memory; raise UserError for the first that can't be read."""
     result = images.empty(len(images.places))
     reader, indices = images.reader, images.places.tolist()
     out, step = result.numpy(), 1024
     for start in range(0, len(indices), step):
         part = slice(start, start + step)
-        reader.finish(reader.begin(images.files, indices[part], out[part]), going)
+        reader.finish(reader.begin(images.files, indices[part], out[part]))
         reader.raise_error()
     return result

@@ -33,8 +33,6 @@ SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal di
 # What there may be: images to train on, and those to test on.
 BOTH = TRAIN, TEST = "train", "test"
 VALIDATION = "val"  # a folder of the name that the test set may have instead
-# Members that are read between two signs of life.
-BETWEEN = 1000
 # Of what is read into memory: long names and other records about a member, a class, an image.
 MOST_BYTES_ABOUT, MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 2**16, 32, 8 * MOST_PIXELS
 
@@ -96,7 +94,6 @@ def find_image_files(
     skip_corrupt: bool,
     with_test: bool,
     known: Known,
-    going: Callable[[], None],
     classes: Classes | None = None,
 ) -> Source:
     """Return the images below `data_dir`, cropped and scaled where `image_size` asks for it.
@@ -107,7 +104,7 @@ def find_image_files(
     """
     find = _in_class_folders if name == "imagefolder" else _in_tar_files
     parts = (TEST,) if classes else BOTH if with_test else (TRAIN,)
-    splits = [find(folder, known, going) for folder in _split_folders(data_dir, parts)]
+    splits = [find(folder, known) for folder in _split_folders(data_dir, parts)]
     if classes:
         splits = [_numbered_as(classes, split) for split in splits]
     train, test = splits[0], splits[-1]
@@ -172,14 +169,9 @@ def _files_of(split: FileSplit, image_size: int, side: int) -> Files:
 
 
 def read_share(
-    name: str,
-    data_dir: str,
-    rank: int,
-    size: int,
-    going: Callable[[], None],
-    parts: Sequence[str] = BOTH,
-) -> Known:
-    """Return the contents of every `size`-th class folder or tar file, from number `rank` on.
+    name: str, data_dir: str, rank: int, size: int, parts: Sequence[str] = BOTH
+) -> Iterator[tuple[str, Names | Headers]]:
+    """Yield path and contents of every `size`-th class folder or tar file, from number `rank` on.
 
     `parts` are TRAIN, TEST or both. Raises UserError (UNREADABLE).
     """
@@ -189,7 +181,7 @@ def read_share(
         found, read = tar_files, read_headers
     folders = _split_folders(Path(data_dir), parts)
     paths = [path for folder in folders for path in found(folder)]
-    return {path: read(path, going) for path in paths[rank::size]}
+    return ((path, read(path)) for path in paths[rank::size])
 
 
 def _split_folders(data_dir: Path, parts: Sequence[str]) -> list[Path]:
@@ -204,9 +196,7 @@ def class_folders(folder: Path) -> list[str]:
     return [f"{folder}/{name}" for name in _entries(str(folder))[0]]
 
 
-def _in_class_folders(
-    folder: Path, known: Mapping[str, Names], going: Callable[[], None]
-) -> FileSplit:
+def _in_class_folders(folder: Path, known: Mapping[str, Names]) -> FileSplit:
     """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image."""
     images: list[str] = []
     folders, foreign = _entries(str(folder))
@@ -216,9 +206,7 @@ def _in_class_folders(
         path = f"{folder}/{name}"
         names = known.get(path)
         if names is None or not names.state or names.state != _state(path):
-            names = read_names(path, going)
-        else:
-            going()
+            names = read_names(path)
         # By the name alone: what is no image in spite of it is named when it can't be decoded.
         every = chain(names.folders, names.files)
         here = {x for x in every if x.lower().endswith(IMG_EXTENSIONS)}
@@ -257,9 +245,8 @@ def _in_class_folders(
     )
 
 
-def read_names(path: str, going: Callable[[], None]) -> Names:
-    """Read what lies in a folder; raise UserError (UNREADABLE). `going` is called once."""
-    going()
+def read_names(path: str) -> Names:
+    """Read what lies in a folder; raise UserError (UNREADABLE)."""
     # Before it is read: what is added meanwhile makes it another one.
     state = _state(path)
     return Names(state, *_entries(path))
@@ -297,19 +284,14 @@ def tar_files(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.glob("*.tar"))
 
 
-def _in_tar_files(
-    folder: Path, known: Mapping[str, Headers], going: Callable[[], None]
-) -> FileSplit:
+def _in_tar_files(folder: Path, known: Mapping[str, Headers]) -> FileSplit:
     """List the images in folder/*.tar, in the order of the names of these files.
 
     Raises UserError (UNREADABLE) where there are none, or a tar file is damaged, or another one
     here than where it was read.
     """
     paths = tar_files(folder)
-    every = [
-        _as_here(path, known[path]) if path in known else read_headers(path, going)
-        for path in paths
-    ]
+    every = [_as_here(path, known[path]) if path in known else read_headers(path) for path in paths]
     dotted = [f"{path}:{name}" for path, h in zip(paths, every, strict=True) for name in h.dotted]
     left_out = []
     if dotted:
@@ -391,7 +373,7 @@ class _InBounds:
         return self.file.read(size)
 
 
-def read_headers(path: str, going: Callable[[], None]) -> Headers:
+def read_headers(path: str) -> Headers:
     """Read all headers and classes of a tar file, and no image; raise UserError (UNREADABLE)."""
     # Ending, start and size of each image by its key.
     images: dict[str, tuple[str, int, int]] = {}
@@ -400,9 +382,7 @@ def read_headers(path: str, going: Callable[[], None]) -> Headers:
     try:
         with open_regular(path) as file, tarfile.open(mode="r:", fileobj=_InBounds(file)) as tar:
             total = os.fstat(file.fileno()).st_size
-            for number, member in enumerate(tar):
-                if number % BETWEEN == 0:
-                    going()
+            for member in tar:
                 # The module would read the same members again and again, for ever.
                 if member.size < 0 or tar.offset <= member.offset or member.sparse is not None:
                     raise ValueError(f"{member.name} is sparse, or has {member.size} bytes")
@@ -434,7 +414,6 @@ def read_headers(path: str, going: Callable[[], None]) -> Headers:
             if len(block) < BLOCK:
                 raise ValueError(f"cut off at byte {tar.offset:,}: no block of zeros ends it")
             while rest := file.read(CHUNK_BYTES):
-                going()
                 if more := rest.lstrip(b"\0"):
                     place = (
                         f"ends at byte {tar.offset:,} and goes on at {file.tell() - len(more):,}"

@@ -53,7 +53,7 @@ def source_of_files(splits: Sequence[Files], **others: Any) -> Source:
     )
 
 
-def digits(image_size: int, going: Callable[[], None]) -> Source:
+def digits(image_size: int) -> Source:
     """Read scikit-learn's 1,797 digits; a fifth of each class is the test set."""
     try:
         from sklearn.datasets import load_digits
@@ -72,7 +72,7 @@ def digits(image_size: int, going: Callable[[], None]) -> Source:
         is_test[torch.from_numpy(members[: round(len(members) * DIGITS_TEST_SHARE)])] = True
     train, test = (Shard(images[half], labels[half]) for half in (~is_test, is_test))
     names = tuple(map(str, range(10)))
-    return _memory_source(train, test, names, image_size or 8, going, flip=False)
+    return _memory_source(train, test, names, image_size or 8, flip=False)
 
 
 def cifar(
@@ -81,10 +81,9 @@ def cifar(
     download: bool,
     image_size: int,
     with_test: bool,
-    going: Callable[[], None],
 ) -> Source:
-    train, test, names = read_cifar(name, data_dir, download, with_test, going)
-    return _memory_source(train, test, names, image_size or 32, going, flip=True)
+    train, test, names = read_cifar(name, data_dir, download, with_test)
+    return _memory_source(train, test, names, image_size or 32, flip=True)
 
 
 def _memory_source(
@@ -92,7 +91,6 @@ def _memory_source(
     test: Shard | None,
     names: tuple[str, ...],
     side: int,
-    going: Callable[[], None],
     *,
     flip: bool,
 ) -> Source:
@@ -106,7 +104,6 @@ def _memory_source(
             for before, after in zip(
                 small.split(CHUNK_IMAGES), images.split(CHUNK_IMAGES), strict=True
             ):
-                going()
                 after.copy_(_resize(before, side))
         return Shard(images, whole.labels[indices])
 
@@ -121,9 +118,7 @@ def _resize(images: Tensor, side: int) -> Tensor:
     return scaled.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def synthetic(
-    train_samples: int | None, test_samples: int | None, image_size: int, going: Callable[[], None]
-) -> Source:
+def synthetic(train_samples: int | None, test_samples: int | None, image_size: int) -> Source:
     """Generate a smooth pattern per class under noise, each image from its own seed."""
     side = image_size or SYNTHETIC_SIDE
     rng = np.random.default_rng(FIXED_SEED)
@@ -134,7 +129,6 @@ def synthetic(
     def read(split: str, indices: Tensor) -> Shard:
         images = torch.empty(len(indices), 3, side, side, dtype=torch.uint8)
         for position, index in enumerate(indices.tolist()):
-            going()
             # A seed per image: the data do not depend on how many ranks share them.
             noise = np.random.default_rng([FIXED_SEED, int(split == "test"), index])
             levels = noise.integers(-64, 64, (3, side, side), dtype=np.int16)

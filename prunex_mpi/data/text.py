@@ -4,7 +4,7 @@ What is held out (`--val-split`) is the end of the part to train on. A window is
 and the targets are those one further on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -183,14 +183,9 @@ class Text:
         return self.test_bytes / (len(self.tokens) - self.begin)
 
 
-def read_text_data(
-    data_dir: str,
-    tokenizer: str,
-    known: Tokenizer | None = None,
-    going: Callable[[], None] = lambda: None,
-) -> Text:
+def read_text_data(data_dir: str, tokenizer: str, known: Tokenizer | None = None) -> Text:
     """Prepare and map a text for this process alone. Raises UserError as `prepare` does."""
-    return text_of(prepare(data_dir, tokenizer, going, known), last=True)
+    return text_of(prepare(data_dir, tokenizer, known), last=True)
 
 
 def text_of(prepared: Prepared, last: bool = False) -> Text:

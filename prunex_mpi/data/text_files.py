@@ -160,9 +160,7 @@ def embedded_text() -> bytes:
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def pieces_of(
-    files: Sequence[Path], going: Callable[[], None], look: Callable[[bytes], None]
-) -> Iterator[str]:
+def pieces_of(files: Sequence[Path], look: Callable[[bytes], None]) -> Iterator[str]:
     """Yield all text, the embedded one without files, in pieces; show all bytes to `look`.
 
     Raises UserError (UNREADABLE) for what can't be read or is no UTF-8.
@@ -175,21 +173,18 @@ def pieces_of(
     for path in files:
         try:
             with open_regular(path) as file:
-                yield from _pieces_of_file(file, path, going, look)
+                yield from _pieces_of_file(file, path, look)
         except OSError as error:
             raise UserError(
                 f"cannot read {quote(str(path), 250)}: {error.strerror}", UNREADABLE
             ) from None
 
 
-def _pieces_of_file(
-    file: Any, path: Path, going: Callable[[], None], look: Callable[[bytes], None]
-) -> Iterator[str]:
+def _pieces_of_file(file: Any, path: Path, look: Callable[[bytes], None]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     done, text = 0, ""
     while True:
         data = file.read(PIECE_BYTES)
-        going()
         look(data)
         pending = len(decoder.getstate()[0])
         try:
@@ -236,7 +231,6 @@ class _Look:
 def prepare(
     data_dir: str,
     name: str,
-    going: Callable[[], None] = lambda: None,
     known: Tokenizer | None = None,
     with_test: bool = True,
 ) -> Prepared:
@@ -255,14 +249,14 @@ def prepare(
         parts = [files]
     read = [path for part in parts for path in part]
     looks = [_Look() for _ in parts]
-    texts = [pieces_of(part, going, look) for part, look in zip(parts, looks, strict=True)]
+    texts = [pieces_of(part, look) for part, look in zip(parts, looks, strict=True)]
     lost: Counter[str] = Counter()
     if name == BYTES:
         tokenizer = Tokenizer(BYTES, 256)
         encode, place = _encoded_bytes, None
     elif name == CHARS:
         tokenizer = _of_characters(chain(*texts), known)
-        texts = [pieces_of(part, going, lambda data: None) for part in parts]
+        texts = [pieces_of(part, lambda data: None) for part in parts]
         encode, place = partial(_encoded_characters, tokenizer.characters), _place_of_character
     else:
         tokenizer, encoder = read_tokenizer(name)
@@ -293,7 +287,7 @@ def prepare(
             begin = count * TRAINED // PARTS
             test_bytes = count - begin
             if place:
-                again = pieces_of(read, going, lambda data: None)
+                again = pieces_of(read, lambda data: None)
                 test_bytes = _bytes_from(begin, again, counts[0], place)
     except BaseException:
         forget(shards if temporary else ())

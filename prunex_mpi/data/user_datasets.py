@@ -8,7 +8,7 @@ image and its label. The labels of all images are needed at the start: `data.tar
 import hashlib
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +48,6 @@ def find_user_images(
     image_size: int,
     skip_corrupt: bool,
     with_test: bool,
-    going: Callable[[], None],
 ) -> Source:
     """Return the images that the function `name`, package.module:function, makes.
 
@@ -56,7 +55,7 @@ def find_user_images(
     no such function or returns no data set, UNREADABLE for what it raises and what is wrong with
     items and labels.
     """
-    splits = _make_splits(name, data_dir, with_test, going)
+    splits = _make_splits(name, data_dir, with_test)
     train, test = splits[0], splits[-1]
     classes, class_names = _classes_of(train, test)
     counts = len(train.labels), len(test.labels) if with_test else 0
@@ -70,7 +69,7 @@ def find_user_images(
     digest = hashlib.blake2b("\0".join(class_names).encode(errors="surrogateescape"), digest_size=8)
     for split in splits:
         digest.update(f"{len(split.labels)} ".encode() + split.labels.numpy().tobytes())
-        for content in _some_items(split, going):
+        for content in _some_items(split):
             digest.update(content)
     images = f"{counts[0]:,} images to train on and {counts[1]:,} to test on"
     return source_of_files(
@@ -84,14 +83,13 @@ def find_user_images(
     )
 
 
-def _some_items(split: UserSplit, going: Callable[[], None]) -> Iterator[bytes]:
+def _some_items(split: UserSplit) -> Iterator[bytes]:
     """Yield what tells some fixed images of a split from others, to find another order of items.
 
     Images that change from one reading to the next, and damaged ones, tell nothing.
     """
 
     def read(index: int) -> bytes:
-        going()
         try:
             image, _ = read_item(split.data, index, split.name)
             found = to_pil_image(image, f"{split.name}[{index}]")
@@ -106,16 +104,13 @@ def _some_items(split: UserSplit, going: Callable[[], None]) -> Iterator[bytes]:
         yield content if content == read(index) else b""
 
 
-def _make_splits(
-    name: str, data_dir: str, with_test: bool, going: Callable[[], None]
-) -> list[UserSplit]:
+def _make_splits(name: str, data_dir: str, with_test: bool) -> list[UserSplit]:
     """Call the function `name` for the splits; find all labels. Raises UserError."""
     splits = []
     for train in (True, False)[: 1 + with_test]:
-        going()
         title = f"{name} {'train' if train else 'test'}"
         splits.append((title, make(name, data_dir, train)))
-    return [UserSplit(title, data, _labels(title, data, going)) for title, data in splits]
+    return [UserSplit(title, data, _labels(title, data)) for title, data in splits]
 
 
 def make(name: str, data_dir: str, train: bool) -> Any:
@@ -148,7 +143,7 @@ def make(name: str, data_dir: str, train: bool) -> Any:
     return data
 
 
-def _labels(name: str, data: Any, going: Callable[[], None]) -> Tensor:
+def _labels(name: str, data: Any) -> Tensor:
     """Return the labels of all items, int64 [n]."""
     # What transforms labels on their way out gives others than it holds.
     held = OF_LABELS if _attribute(name, data, "target_transform") is None else ()
@@ -165,7 +160,6 @@ def _labels(name: str, data: Any, going: Callable[[], None]) -> Tensor:
         )
         found = torch.empty(len(data), dtype=torch.int64)
         for index in range(len(data)):
-            going()
             found[index] = read_item(data, index, name)[1]
     odd = torch.nonzero((found < 0) | (found > MOST_LABEL)).flatten()
     if len(odd):

@@ -5,7 +5,6 @@ pruned weights stay zero. The paper's g ⊙ [w ≠ 0] is g ⊙ mask here, since 
 to be zero may move.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
 from prunex_mpi.comm.wire import Wire, Wires
@@ -104,13 +104,11 @@ def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
         (product, partial(add_hessian_products_, product, slope, layout, model, loss)),
     )
 
-    def over_all(add: Callable[[Batches], None], going: Callable[[], None]) -> None:
-        add(going_through(batches, going))
-
     # The passes must leave no trace in the statistics of BatchNorm.
     with keeping(model.buffers()):
         for flat, add in passes:
-            run_collectively_while(everyone.comm, partial(over_all, add), context.heartbeat.go_on)
+            counted = beating_through(batches, context.heartbeat)
+            run_collectively_while(everyone.comm, partial(add, counted), context.heartbeat)
             everyone.reduce_(flat, kind="setup")
             for segment in layout.segments:
                 if len(segment.shape) < 2:
@@ -118,10 +116,10 @@ def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
     return product
 
 
-def going_through(batches: Batches, going: Callable[[], None]) -> Batches:
-    """Yield each batch; call `going` before it."""
+def beating_through(batches: Batches, heartbeat: Heartbeat) -> Batches:
+    """Yield each batch, and count it as progress."""
     for batch in batches:
-        going()
+        heartbeat.go_on()
         yield batch
 
 

@@ -6,7 +6,7 @@ Nothing that is read is executed: safetensors, or torch files with `weights_only
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, listed, one_line, quote
-from prunex_mpi.base.files import CHUNK_BYTES, open_regular, while_growing
+from prunex_mpi.base.files import CHUNK_BYTES, open_regular
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs, Tokens
 from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
@@ -36,14 +36,13 @@ CENTRED = ((0.5,) * 3, (0.5,) * 3)
 Moments = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-def digest_of(path: Path, going: Callable[[], None] = lambda: None) -> str:
+def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits; raise UserError (UNREADABLE)."""
     digest = hashlib.sha256()
     try:
         with open_regular(path) as file:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
-                going()
     except OSError as error:
         raise UserError(f"cannot read weights {path}: {error.strerror}", UNREADABLE) from None
     return digest.hexdigest()
@@ -107,14 +106,11 @@ def _holds(found: Any, key: str) -> bool:
     return isinstance(found, Mapping) and isinstance(found.get(key), Mapping)
 
 
-def find_torchvision_file(
-    model: str, going: Callable[[], None] = lambda: None
-) -> tuple[Path, Moments]:
+def find_torchvision_file(model: str) -> tuple[Path, Moments]:
     """Return the file of torchvision's best weights of `model`, and (mean, std) of its images.
 
-    It is in torch's cache (TORCH_HOME), or one process downloads it there while others wait, and
-    `going` is called as it grows. Raises UserError for a model that torchvision has no weights for
-    and when the file can't be downloaded.
+    It is in torch's cache (TORCH_HOME), or one process downloads it there while others wait. Raises
+    UserError for a model that torchvision has no weights for and when the file can't be downloaded.
     """
     known = torchvision.models.list_models(module=torchvision.models)
     if model not in known:
@@ -127,21 +123,15 @@ def find_torchvision_file(
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     path = folder / os.path.basename(urlparse(weights.url).path)
 
-    def fetch() -> None:
-        # What is there is whole: it gets its name last. And the cache may not be ours to write.
-        if path.exists():
-            return
-        with FileLock(folder / f".{path.name}.lock"):
-            if not path.exists():
-                prefix = torch.hub.HASH_REGEX.search(path.name)
-                digest = prefix.group(1) if prefix else None
-                torch.hub.download_url_to_file(weights.url, str(path), digest, progress=False)
-
     try:
+        # What is there is whole: it gets its name last. And the cache may not be ours to write.
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-        # A partial download has a longer name.
-        while_growing(lambda: folder.glob(f"{path.name}*"), going, fetch)
+            with FileLock(folder / f".{path.name}.lock"):
+                if not path.exists():
+                    prefix = torch.hub.HASH_REGEX.search(path.name)
+                    digest = prefix.group(1) if prefix else None
+                    torch.hub.download_url_to_file(weights.url, str(path), digest, progress=False)
     # No network, no room, another file than was promised.
     except Exception as error:
         raise UserError(

@@ -3,7 +3,7 @@
 The tensors are those of `core/lasting.py`; the optimizer, which may be any, keeps its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -100,7 +100,7 @@ def put_elsewhere(topology: Topology, saved: Sequence[dict[str, Any]], context: 
     world, optimizer = topology.world, context.state.optimizer
     run_collectively(world, partial(_fit_, saved[0], context))
 
-    def parts(going: Callable[[], None]) -> Iterator[tuple[Tensors, Numbers]]:
+    def parts() -> Iterator[tuple[Tensors, Numbers]]:
         for one in saved[world.rank :: world.size]:
             going()
             yield one["tensors"] | optimizer.flat_of(one["optimizer"]), one["numbers"]

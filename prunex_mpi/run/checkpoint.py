@@ -5,7 +5,7 @@ duals. A rank's numbers name the tensors that are in the file of its leader alon
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -93,22 +93,22 @@ def save(topology: Topology, run: RunDirectory | None, context: RunContext) -> N
     """
     world, state, position = topology.world, context.state, context.state.position
 
-    def begin(going: Callable[[], None]) -> str:
+    def begin() -> str:
         def make() -> str:
-            run.finish_removals(going)
-            return str(checkpoint_files.begin(run.path, position.iteration, position.step, going))
+            run.finish_removals()
+            return str(checkpoint_files.begin(run.path, position.iteration, position.step))
 
         return "" if run is None else telling_disk_errors(what, make)
 
-    def write(going: Callable[[], None]) -> FileRecord:
-        action = partial(checkpoint_files.write_rank_file, folder, world.rank, *mine, going)
+    def write() -> FileRecord:
+        action = partial(checkpoint_files.write_rank_file, folder, world.rank, *mine)
         return telling_disk_errors(what, action)
 
-    what, beat = "the checkpoint", context.heartbeat.go_on
+    what, heartbeat = "the checkpoint", context.heartbeat
     # On a slow file system that takes longer than a rank may stand still, on one for all to wait.
-    folder = Path(broadcast_text(world, run_collectively_while(world, begin, beat)))
-    mine = without_copies(topology, *contents(topology, state, context.problem), beat)
-    record = run_collectively_while(world, write, beat)
+    folder = Path(broadcast_text(world, run_collectively_while(world, begin, heartbeat)))
+    mine = without_copies(topology, *contents(topology, state, context.problem))
+    record = run_collectively_while(world, write, heartbeat)
     records = np.empty((world.size, 3), dtype=np.int64)
     row = record.size, record.crc32, topology.node_index
     world.Gather(np.array(row, dtype=np.int64), records, root=0)
@@ -220,7 +220,7 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
             other = manifest["nodes"] != nodes
             parts = partial(_read_parts, topology, path, name, manifest, other, context)
             look = partial(_last_part, parts)
-            part, mine = run_collectively_while(world, look, context.heartbeat.go_on)
+            part, mine = run_collectively_while(world, look, context.heartbeat)
             reason = _first_reason(world, mine)
         if reason:
             refused.append(f"{name}: {reason}")
@@ -272,14 +272,13 @@ def _read_parts(
     manifest: dict[str, Any],
     other_nodes: bool,
     context: RunContext,
-    going: Callable[[], None],
 ) -> Iterator[tuple[Tensors, Numbers]]:
     """Read this rank's file, or on other nodes its share of all files."""
     world = topology.world
     mine = range(world.rank, len(manifest["ranks"]), world.size) if other_nodes else [world.rank]
     leaders = checkpoint_files.leaders_in(manifest)
     for rank in mine:
-        tensors, numbers = read_with_copies(run, name, manifest, rank, going)
+        tensors, numbers = read_with_copies(run, name, manifest, rank)
         reason = misfit(
             tensors,
             numbers,
@@ -294,14 +293,12 @@ def _read_parts(
         yield tensors, numbers
 
 
-def _last_part(
-    parts: Parts, going: Callable[[], None]
-) -> tuple[tuple[Tensors, Numbers] | None, str]:
+def _last_part(parts: Parts) -> tuple[tuple[Tensors, Numbers] | None, str]:
     """Return the last of the parts, and why one of them can't be used, "" where all can."""
     part = None
     try:
         # Of several, none stays in memory: they are read once more.
-        for part in parts(going):  # noqa: B007
+        for part in parts():  # noqa: B007
             pass
     except DamagedCheckpoint as damage:
         return None, str(damage)
@@ -318,12 +315,11 @@ def without_copies(
     topology: Topology,
     tensors: dict[str, Tensor],
     numbers: dict[str, Any],
-    going: Callable[[], None],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what this rank has to write of its tensors, CPU, and numbers that name the rest.
 
     The leader's values travel to its node, where each rank compares them with its own: that takes
-    a fraction of the time of writing them. `going` is called as they travel. Collective on `node`.
+    a fraction of the time of writing them. Collective on `node`.
     """
     if topology.node_size == 1:
         return tensors, numbers
@@ -336,7 +332,7 @@ def without_copies(
     copies = []
     for name, kind in leaders.items():
         mine = bytes_of(tensors[name]) if kinds.get(name) == kind else None
-        if _is_leaders(topology.node, mine, kind[0], going):
+        if _is_leaders(topology.node, mine, kind[0]):
             copies.append(name)
     if topology.is_leader:
         return tensors, numbers
@@ -344,16 +340,13 @@ def without_copies(
     return mine, {**numbers, AS_LEADER: copies}
 
 
-def _is_leaders(
-    node: MPI.Comm, mine: np.ndarray | None, length: int, going: Callable[[], None]
-) -> bool:
+def _is_leaders(node: MPI.Comm, mine: np.ndarray | None, length: int) -> bool:
     """Return whether this rank's bytes equal the leader's `length` bytes. Collective on `node`."""
     same, room = mine is not None, np.empty(min(CHUNK, length), dtype=np.uint8)
     for start in range(0, length, CHUNK):
         part = slice(start, min(start + CHUNK, length))
         theirs = mine[part] if node.rank == 0 else room[: part.stop - start]
         node.Bcast(theirs, root=0)
-        going()
         same = same and np.array_equal(mine[part], theirs)
         if start == 0:
             alike = np.array([same and node.rank > 0], dtype=np.int32)
@@ -364,14 +357,11 @@ def _is_leaders(
 
 
 def read_with_copies(
-    run: Path, name: str, manifest: dict[str, Any], rank: int, going: Callable[[], None]
+    run: Path, name: str, manifest: dict[str, Any], rank: int
 ) -> tuple[dict[str, Tensor], Any]:
-    """Return all that `rank` held; raise DamagedCheckpoint unless every bit is as written.
-
-    `going` is called as reading goes on.
-    """
+    """Return all that `rank` held; raise DamagedCheckpoint unless every bit is as written."""
     record = FileRecord(*manifest["ranks"][rank])
-    tensors, numbers = read_rank_file(run, name, rank, record, going)
+    tensors, numbers = read_rank_file(run, name, rank, record)
     copies = numbers.pop(AS_LEADER, []) if isinstance(numbers, dict) else []
     if copies == []:
         return tensors, numbers
@@ -380,5 +370,5 @@ def read_with_copies(
     if rank == leader or not named:
         raise DamagedCheckpoint(f"rank {rank}: {AS_LEADER} is not what was written")
     record = FileRecord(*manifest["ranks"][leader])
-    shared, _ = read_rank_file(run, name, leader, record, going, copies)
+    shared, _ = read_rank_file(run, name, leader, record, copies)
     return tensors | shared, numbers

@@ -10,8 +10,9 @@ are made here and not taken from files, and links are refused.
 
 import json
 import os
+import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from prunex_mpi.base.files import (
     FileRecord,
     read_record,
     read_text,
-    remove_folder,
     sync,
     write_durably,
 )
@@ -48,14 +48,11 @@ def valid_names(run: Path) -> list[str]:
     return sorted(found, key=lambda name: int(name.split("-")[0]), reverse=True)
 
 
-def begin(run: Path, iteration: int, step: int, going: Callable[[], None] = lambda: None) -> Path:
-    """Make the folder that the ranks write to; remove what an interrupted write left.
-
-    `going` is called for each file that is removed.
-    """
+def begin(run: Path, iteration: int, step: int) -> Path:
+    """Make the folder that the ranks write to; remove what an interrupted write left."""
     parent = run / "checkpoints"
     parent.mkdir(exist_ok=True)
-    remove_partial(run, going)
+    remove_partial(run)
     # Numbers in use count even where the name is not a checkpoint: the rename must not meet it.
     taken = [int(p.name.split("-")[0]) for p in parent.iterdir() if CHECKPOINT.fullmatch(p.name)]
     number = max(taken, default=0) + 1
@@ -64,11 +61,11 @@ def begin(run: Path, iteration: int, step: int, going: Callable[[], None] = lamb
     return partial
 
 
-def remove_partial(run: Path, going: Callable[[], None] = lambda: None) -> None:
-    """Remove what an interrupted write left, file by file with `going`; raise OSError."""
+def remove_partial(run: Path) -> None:
+    """Remove what an interrupted write left; raise OSError."""
     for left in (run / "checkpoints").iterdir():
         if left.name.endswith(PARTIAL):
-            remove_folder(left, going)
+            shutil.rmtree(left)
 
 
 def publish(partial: Path, manifest: dict[str, Any]) -> list[Path]:
@@ -98,15 +95,13 @@ def write_rank_file(
     rank: int,
     tensors: dict[str, Tensor],
     numbers: dict[str, Any],
-    going: Callable[[], None] = lambda: None,
 ) -> FileRecord:
     """Write what one rank holds, through to the disk; return the file's size and checksum.
 
-    `tensors` are on the CPU, `numbers` goes through JSON; `going` is called as often as the file
-    goes on. Raises OSError.
+    `tensors` are on the CPU, `numbers` goes through JSON. Raises OSError.
     """
     metadata = {"numbers": json.dumps(numbers, allow_nan=False)}
-    return save_tensors(tensors, rank_file(folder, rank), metadata, going)
+    return save_tensors(tensors, rank_file(folder, rank), metadata)
 
 
 def read_manifest(run: Path, name: str) -> dict[str, Any]:
@@ -189,17 +184,16 @@ def read_rank_file(
     name: str,
     rank: int,
     record: FileRecord,
-    going: Callable[[], None],
     keys: Sequence[str] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what one rank wrote; raise DamagedCheckpoint unless every bit is as written.
 
-    Of its tensors those that `keys` name, or all of them; `going` is called as reading goes on.
+    Of its tensors those that `keys` name, or all of them.
     """
     path = rank_file(run / "checkpoints" / name, rank)
     _require_file(path)
     try:
-        found = read_record(path, going=going)
+        found = read_record(path)
         if found.size != record.size:
             raise DamagedCheckpoint(f"{path.name} has {found.size} bytes of {record.size}")
         if found != record:
@@ -207,10 +201,7 @@ def read_rank_file(
         with safe_open(path, framework="pt") as file:
             # Copies: the file is mapped, and may be removed while the run goes on.
             chosen = file.keys() if keys is None else keys
-            tensors = {}
-            for key in chosen:
-                tensors[key] = file.get_tensor(key).clone()
-                going()
+            tensors = {key: file.get_tensor(key).clone() for key in chosen}
             return tensors, json.loads((file.metadata() or {})["numbers"])
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name}: {error.strerror or error}") from None

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,20 +37,20 @@ def deliver(
     """
     results = judge_best(topology, context)
 
-    def write(going: Callable[[], None]) -> dict[str, Any]:
+    def write() -> dict[str, Any]:
         if files is None:
             return {}
         with delivered(context):
             records = files.read_lines(METRICS)
             totals = summarise(context.settings, topology, context.state, records, status)
-            model = save_model(files.path, context.state, context.problem, going)
+            model = save_model(files.path, context.state, context.problem)
             work = work_of(topology, context, totals, dataset.train_total)
         model["classes"] = list(dataset.class_names)
         results["initial"] = read_initial(files.path)
         return {**totals, **results, "work": work, "delivered": model}
 
-    action = lambda going: telling_disk_errors("the results", partial(write, going))  # noqa: E731
-    return run_collectively_while(topology.world, action, context.heartbeat.go_on)
+    action = partial(telling_disk_errors, "the results", write)
+    return run_collectively_while(topology.world, action, context.heartbeat)
 
 
 def judge_best(topology: Topology, context: RunContext) -> dict[str, Any]:
@@ -91,19 +90,16 @@ def work_of(
     }
 
 
-def save_model(
-    path: Path, state: State, problem: Problem, going: Callable[[], None]
-) -> dict[str, Any]:
+def save_model(path: Path, state: State, problem: Problem) -> dict[str, Any]:
     """Write state.safetensors, the state dict of the delivered model: z masked.
 
-    Returns what export checks the file and the model by, for summary.json. `going` is called as
-    often as the file goes on.
+    Returns what export checks the file and the model by, for summary.json.
     """
     model, inputs = problem.model, problem.inputs
     with weights(state, state.z):
         tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
         logits = probe(model, inputs)
-    record = save_tensors(tensors, path / STATE, going=going)
+    record = save_tensors(tensors, path / STATE)
     # What a network that became smaller while it was trained is built with.
     smaller = {"layers": state.sizes} if state.sizes else {}
     return {

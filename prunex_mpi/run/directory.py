@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserErr
 from prunex_mpi.base.files import (
     DIVERGED,
     LINES,
-    LOOK_S,
     SUMMARY,
     TOKENIZER,
     FileRecord,
@@ -28,7 +27,6 @@ from prunex_mpi.base.files import (
     open_regular,
     read_record,
     read_text,
-    remove_folder,
     sync,
     telling_disk_errors,
     tomllib,
@@ -113,7 +111,6 @@ class RunDirectory:
         self.records = {name: FileRecord() for name in LINES}
         self.lock = FileLock(path / "lock", timeout=LOOKED_AT_S)
         self.removal: threading.Thread | None = None
-        self.removed = 0
         self.tensorboard: Tensorboard | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -174,30 +171,21 @@ class RunDirectory:
     def remove_later(self, folders: list[Path]) -> None:
         """Remove folders while training goes on: gigabytes take as long to free as to write."""
 
-        def count() -> None:
-            self.removed += 1
-
         def remove() -> None:
             for folder in folders:
                 # What stays is removed before the next write, and refused there if need be.
                 with contextlib.suppress(OSError):
-                    remove_folder(folder, count)
+                    shutil.rmtree(folder)
 
         self.finish_removals()
         if folders:
             self.removal = threading.Thread(target=remove, name="removal", daemon=True)
             self.removal.start()
 
-    def finish_removals(self, going: Callable[[], None] = lambda: None) -> None:
-        """Wait until what was to be removed is; call `going` as often as it goes on."""
-        if self.removal is None:
-            return
-        before = self.removed
-        while self.removal.is_alive():
-            self.removal.join(LOOK_S)
-            if self.removed != before:
-                going()
-            before = self.removed
+    def finish_removals(self) -> None:
+        """Wait until what was to be removed is."""
+        if self.removal is not None:
+            self.removal.join()
         self.removal = None
 
     def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """Read back what a run delivered, and refuse what is not as the run wrote it."""
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,15 +62,13 @@ def read_finished_run(
     path: Path,
     data_dir: str = "",
     with_data: bool = True,
-    going: Callable[[], None] = lambda: None,
     given: Collection[str] = (),
     whole: bool = True,
 ) -> FinishedRun:
     """Return the run in the folder `path`; its data may have moved to `data_dir`.
 
-    Only `with_data` are there test images. `going` is called as its file is read. Of what the run
-    names as package.module:function, only what the user has `given` is imported; not `whole`,
-    another function of its module as well.
+    Only `with_data` are there test images. Of what the run names as package.module:function, only
+    what the user has `given` is imported; not `whole`, another function of its module as well.
 
     Raises UserError (UNREADABLE) for a run that did not end well, damaged files, a model whose
     source has changed, and missing data; UserError (USAGE) for a model that can't be built.
@@ -107,7 +105,7 @@ def read_finished_run(
     model = build_model(settings.model, inputs, settings.stem)
     model.eval()
     _resize_(model, delivered.get("layers", {}), settings.model)
-    _fill_(model, _read_state(path / STATE, record, going), settings.model)
+    _fill_(model, _read_state(path / STATE, record), settings.model)
     description = describe(settings.model, inputs, settings.stem)
     if moved := standalone.by_how_much(model, description, delivered["probe"]):
         also = ""
@@ -134,11 +132,11 @@ def read_finished_run(
     )
 
 
-def _read_state(path: Path, record: FileRecord, going: Callable[[], None]) -> dict[str, Tensor]:
+def _read_state(path: Path, record: FileRecord) -> dict[str, Tensor]:
     """Return the tensors of a file that must be, bit for bit, the one that was recorded."""
     restore = "restore the file that the run wrote, or train again"
     try:
-        found = read_record(path, going=going)
+        found = read_record(path)
         if found.size != record.size:
             raise UserError(
                 f"{path} has {found.size} bytes of {record.size}: {restore}", UNREADABLE

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from prunex_mpi.comm.agreement import (
     broadcast_json,
     broadcast_text,
     run_collectively,
-    run_collectively_while,
     run_on_first,
 )
 from prunex_mpi.comm.preemption import find_deadline
@@ -144,12 +143,8 @@ def run(
             elif world.rank == 0:
                 delivery.print_result(closing_table(totals, path))
 
-            def wait(going: Callable[[], None]) -> None:
-                if files is not None:
-                    files.finish_removals(going)
-
             # Nobody leaves while another may still need the job.
-            run_collectively_while(world, wait, heartbeat.go_on)
+            run_on_first(world, lambda: files.finish_removals())
             return code
 
 

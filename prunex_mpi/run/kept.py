@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -265,8 +265,7 @@ def put_back(
 
     run_collectively(world, fit)
 
-    def parts(going: Callable[[], None]) -> Iterator[tuple[Tensors, Numbers]]:
-        going()
+    def parts() -> Iterator[tuple[Tensors, Numbers]]:
         yield found[0].tensors, found[0].numbers
 
     kept.apart = put_common(topology, parts, found[0].ranks, context)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import zip_longest
@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.files import STATE, SUMMARY, read_text, telling_disk_errors, write_json_durably
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import judged
 from prunex_mpi.comm.agreement import (
@@ -56,22 +57,22 @@ def load_initial_(
     model: nn.Module,
     inputs: Inputs,
     classes: Sequence[str],
-    beat: Callable[[], None],
+    heartbeat: Heartbeat,
 ) -> Settings:
     """Give `model` the weights of `--init-from`; return the settings with what came to light.
 
     World rank 0 alone reads: its weights become everyone's when the problem is built. The settings
     then name the digest of the file and the normalisation that goes with its weights. `inputs` is
-    that of an image, `classes` are those of the data by name, where they have names; `beat` is
-    called as reading goes on. Raises UserError on every rank. Collective on `world`.
+    that of an image, `classes` are those of the data by name, where they have names. Raises
+    UserError on every rank. Collective on `world`.
     """
 
-    def read(going: Callable[[], None]) -> dict[str, Any] | None:
+    def read() -> dict[str, Any] | None:
         if world.rank:
             return None
-        path, look = locate(settings, going)
+        path, look = locate(settings)
         # It reads the whole file, which the system then has in its memory.
-        digest = digest_of(path, going)
+        digest = digest_of(path)
         check_same_file(path, digest, settings.init_digest, "--init-digest")
         log.info("weights of %s, SHA-256 %s...", path, digest[:SHOWN_DIGITS])
         known = _delivered(settings).get("classes", [])
@@ -88,7 +89,7 @@ def load_initial_(
             found |= {"image_mean": look[0], "image_std": look[1]}
         return found
 
-    found = broadcast_json(world, run_collectively_while(world, read, beat))
+    found = broadcast_json(world, run_collectively_while(world, read, heartbeat))
     return replace(settings, **{k: tuple(v) if type(v) is list else v for k, v in found.items()})
 
 
@@ -178,16 +179,14 @@ def read_initial(run: Path) -> dict[str, Any]:
         return {}
 
 
-def locate(
-    settings: Settings, going: Callable[[], None] = lambda: None
-) -> tuple[Path, Moments | None]:
+def locate(settings: Settings) -> tuple[Path, Moments | None]:
     """Return the file of `--init-from`, and (mean, std) of the images of its weights if known.
 
-    `going` is called as it is downloaded. Raises UserError where there is none.
+    Raises UserError where there is none.
     """
     source = settings.init_from
     if source == TORCHVISION:
-        return find_torchvision_file(settings.model, going)
+        return find_torchvision_file(settings.model)
     path = Path(source)
     if not os.path.isdir(path):
         return path, None
@@ -209,22 +208,21 @@ def find_teacher(
     settings: Settings,
     model: nn.Module,
     dataset: Dataset,
-    beat: Callable[[], None],
+    heartbeat: Heartbeat,
 ) -> tuple[Settings, nn.Module, Moments | None]:
     """Return the settings with the digest of `--teacher`, its network, and its normalisation.
 
     World rank 0 alone reads; on the others the network, on the CPU, has no trained weights yet. A
     file holds those of a network like `model`; a run says itself which one it has trained, and how
-    images are normalised for it (else None). `beat` is called as reading goes on. Raises UserError
-    on every rank. Collective on `world`.
+    images are normalised for it (else None). Raises UserError on every rank. Collective on `world`.
     """
 
-    def read(going: Callable[[], None]) -> tuple[nn.Module | None, dict[str, Any]]:
+    def read() -> tuple[nn.Module | None, dict[str, Any]]:
         if world.rank:
             return None, {}
-        return _read(settings, model, inputs_from(dataset.sizes()), going)
+        return _read(settings, model, inputs_from(dataset.sizes()))
 
-    network, found = run_collectively_while(world, read, beat)
+    network, found = run_collectively_while(world, read, heartbeat)
     found = broadcast_json(world, found)
 
     def build() -> nn.Module:
@@ -269,9 +267,7 @@ def with_teacher(
     return replace(problem, teacher=found, guess_loss=guess)
 
 
-def _read(
-    settings: Settings, model: nn.Module, inputs: Inputs, going: Callable[[], None]
-) -> tuple[nn.Module, dict[str, Any]]:
+def _read(settings: Settings, model: nn.Module, inputs: Inputs) -> tuple[nn.Module, dict[str, Any]]:
     """Return the network of `--teacher` with its weights, and what others need of it."""
     path = Path(settings.teacher)
     found: dict[str, Any] = {"description": None, "layers": {}, "look": None, "classes": []}
@@ -279,16 +275,16 @@ def _read(
         check_not_exported(path, "--teacher")
         # --model names the learner: of the user's own, its module may have the teacher as well.
         given = settings.model, settings.loss
-        run = read_finished_run(path, with_data=False, going=going, given=given, whole=False)
+        run = read_finished_run(path, with_data=False, given=given, whole=False)
         network, name = run.model, run.settings.model
         found |= {"description": run.description, "look": (run.mean.tolist(), run.std.tolist())}
         found["layers"] = run.summary["delivered"].get("layers", {})
         found["classes"] = run.summary["delivered"].get("classes", [])
         path = path / STATE
-        digest = digest_of(path, going)
+        digest = digest_of(path)
     else:
         # It reads the whole file, which the system then has in its memory.
-        digest = digest_of(path, going)
+        digest = digest_of(path)
         network, name = deepcopy(model), settings.model
         replaced = fit_(network, read_tensors(path), inputs, str(path))
         if replaced:

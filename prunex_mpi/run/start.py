@@ -5,7 +5,7 @@ take_places, apply_findings where a run is to be written, find_transport, set_up
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -280,10 +280,9 @@ def look_at_model(world: MPI.Comm, settings: Settings, known: Known, heartbeat: 
     Collective on `world`.
     """
 
-    def look(going: Callable[[], None]) -> None:
+    def look() -> None:
         if world.rank:
             return
-        going()
         with keeping_draws():
             if ":" in settings.dataset:
                 side = settings.image_size or CIFAR_STEM_MAX_SIDE
@@ -293,7 +292,7 @@ def look_at_model(world: MPI.Comm, settings: Settings, known: Known, heartbeat: 
             make_model(settings, inputs)
             find_losses(settings, inputs.classes, CPU)
 
-    run_collectively_while(world, look, heartbeat.go_on)
+    run_collectively_while(world, look, heartbeat)
 
 
 def set_up(
@@ -348,12 +347,10 @@ def assemble(
     tried = run_on_first(world, lambda: choose_rules(settings, model, inputs).text())
     rules = rules_of(broadcast_text(world, tried or ""))
     if settings.init_from and reads:
-        settings = load_initial_(
-            world, settings, model, inputs, dataset.class_names, heartbeat.go_on
-        )
+        settings = load_initial_(world, settings, model, inputs, dataset.class_names, heartbeat)
     teacher = None
     if settings.teacher:
-        settings, *teacher = find_teacher(world, settings, model, dataset, heartbeat.go_on)
+        settings, *teacher = find_teacher(world, settings, model, dataset, heartbeat)
     groups = run_collectively(world, lambda: make_groups(settings, model, layout, inputs, rules))
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     if teacher is not None:

@@ -1,4 +1,4 @@
-"""Write a safetensors file piece by piece, through to the disk, and tell of each piece.
+"""Write a safetensors file piece by piece, through to the disk.
 
 The library writes a whole file in one call, and the system brings one to the disk in one: on a slow
 file system neither can be told from one that stands still.
@@ -8,7 +8,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -33,11 +33,10 @@ def save_tensors(
     tensors: dict[str, Tensor],
     path: Path,
     metadata: dict[str, str] | None = None,
-    going: Callable[[], None] = lambda: None,
 ) -> FileRecord:
     """Write a safetensors file, through to the disk; return its size and checksum.
 
-    `tensors` are on the CPU. `going` is called as often as the file goes on. Raises OSError.
+    `tensors` are on the CPU. Raises OSError.
     """
     # As the library does: each tensor lies where its elements may.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -48,17 +47,14 @@ def save_tensors(
             # The disk works meanwhile.
             crc32 = zlib.crc32(piece, crc32)
             file.write(piece)
-            going()
             size, waiting = size + len(piece), waiting + len(piece)
             if waiting >= SYNC_BYTES:
                 if syncing is not None:
                     syncing.result()
-                    going()
                 file.flush()
                 syncing, waiting = disk.submit(os.fsync, file.fileno()), 0
         if syncing is not None:
             syncing.result()
-            going()
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(size, crc32)

@@ -23,7 +23,7 @@ from types import FrameType
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import open_regular
-from prunex_mpi.base.heartbeat import HELPER, PHASES, Heartbeat
+from prunex_mpi.base.heartbeat import HELPER, PHASES, Heartbeat, read_and_written
 
 PACKAGE = Path(__file__).parents[1]
 # From where the main thread waits for the helper, which exchanges behind the local steps.
@@ -149,8 +149,9 @@ class Watchdog:
         own, next_one = _Idle(self.pause_s), _Idle(self.silence_s)
         silent_s, told_at = 0.0, -math.inf
         while not self.ended.wait(self.pause_s):
-            # While Python imports, which takes long on some file systems, no phase goes on.
-            idle_s = own.seconds_since_change((self.heartbeat.beats, len(sys.modules)))
+            # Beside phases that go on: imports, which take long on some file systems, and files.
+            progress = self.heartbeat.beats, len(sys.modules), read_and_written()
+            idle_s = own.seconds_since_change(progress)
             if self.folder is None:
                 if idle_s > self.timeout_s:
                     self._end(self._own_reason, idle_s)

@@ -115,8 +115,8 @@ def load_images(
     part = Part(world.rank, world.size, topology.host_size, known=known)
     dataset = run_collectively_while(
         world,
-        lambda going: load_test(network, data, part._replace(going=going), threads, mode),
-        heartbeat.go_on,
+        lambda: load_test(network, data, part, threads, mode),
+        heartbeat,
     )
     seen = repr((dataset.test_total, dataset.digest))
     require_same(world, "the numbers or labels of the test images", seen)

@@ -12,7 +12,6 @@ from prunex_mpi.base.files import (
     FileRecord,
     prepare_file,
     read_record,
-    remove_folder,
     telling_disk_errors,
     write_durably,
 )
@@ -89,20 +88,6 @@ def test_several_processes_may_prepare_one_file(tmp_path, monkeypatch):
     prepare_file(str(path))
     assert not turns
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_is_removed_file_by_file_and_a_link_to_one_is_not(tmp_path):
-    folder, calls = tmp_path / "folder", []
-    (folder / "deeper").mkdir(parents=True)
-    for name in ("a", "b", "deeper/c"):
-        (folder / name).touch()
-    (folder / "link").symlink_to(tmp_path / "link")
-    (tmp_path / "link").symlink_to(folder, target_is_directory=True)
-    with pytest.raises(OSError):
-        remove_folder(tmp_path / "link", lambda: calls.append(1))
-    assert len(list(folder.iterdir())) == 4 and not calls
-    remove_folder(folder, lambda: calls.append(1))
-    assert len(calls) == 2 and not folder.exists()
 
 
 def test_nothing_is_written_through_a_link(tmp_path, monkeypatch):

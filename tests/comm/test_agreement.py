@@ -1,14 +1,18 @@
 """What all ranks do together or one does for all; what they tell each other; clocks."""
 
-import itertools
+import os
 import time
+from pathlib import Path
 
 import pytest
+from beats import PAUSE_S, Noted, count_closely
 from nodes import WORLD
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm import agreement
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     count_same,
@@ -19,41 +23,53 @@ from prunex_mpi.comm.agreement import (
 pytestmark = pytest.mark.mpi
 
 
-STEPS, STEP_S = 20, 0.01
 LAST = WORLD.size - 1
 
 
-def context(going, steps: int = STEPS, pause_s: float = 0.0) -> int:
-    """Take long on the last rank: many steps, and a pause in which it says nothing."""
+def works(steps: int, file: Path = Path(os.devnull)) -> int:
+    """Write on the last rank, a KiB after each pause; return this rank."""
     WORLD.Barrier()
-    if WORLD.rank == LAST:
-        for _ in range(steps):
-            time.sleep(STEP_S)
-            going()
-        time.sleep(pause_s)
+    for _ in range(steps if WORLD.rank == LAST else 0):
+        time.sleep(PAUSE_S)
+        file.write_bytes(bytes(1024))
     return WORLD.rank
 
 
-def test_who_is_done_goes_on_while_the_others_do():
-    beats = []
-    found = run_collectively_while(WORLD, context, lambda: beats.append(time.monotonic()))
-    assert found == WORLD.rank
-    # A round takes several steps, between which nobody looks idle for long.
-    assert len(beats) >= STEPS / 5
-    assert max(b - a for a, b in itertools.pairwise(beats)) < 0.5 * STEPS * STEP_S
+def test_who_is_done_goes_on_while_another_writes(monkeypatch):
+    count_closely(monkeypatch)
+    heartbeat = Noted()
+    heartbeat.check(
+        lambda: run_collectively_while(WORLD, lambda: works(20), heartbeat) == WORLD.rank
+    )
 
 
-@pytest.mark.mpi(min_size=2)
-def test_who_is_done_stands_still_while_another_does():
-    pause_s = 0.5
-    beats = [time.monotonic()]
+def test_steps_that_read_nothing_are_progress_where_they_are_counted(monkeypatch):
+    count_closely(monkeypatch)
+    heartbeat = Noted()
 
-    def stalls(going) -> int:
-        return context(going, 2, pause_s)
+    def counts() -> None:
+        for _ in range(20 if WORLD.rank == LAST else 0):
+            time.sleep(PAUSE_S)
+            heartbeat.go_on()
 
-    run_collectively_while(WORLD, stalls, lambda: beats.append(time.monotonic()))
-    beats.append(time.monotonic())
-    assert max(b - a for a, b in itertools.pairwise(beats)) > 0.5 * pause_s
+    heartbeat.check(lambda: run_collectively_while(WORLD, counts, heartbeat))
+
+
+@pytest.mark.parametrize("level", [MPI.THREAD_MULTIPLE, MPI.THREAD_FUNNELED])
+def test_all_stand_still_while_one_does(monkeypatch, level):
+    """Their own messages are no progress; nor is there any without threads, and it ends as well."""
+    count_closely(monkeypatch)
+    monkeypatch.setattr(agreement.MPI, "Query_thread", lambda: level)
+    heartbeat = Noted()
+
+    def stalls() -> None:
+        if works(0) == LAST:
+            time.sleep(20 * PAUSE_S)
+
+    heartbeat.last = time.monotonic()
+    run_collectively_while(WORLD, stalls, heartbeat)
+    heartbeat.go_on()
+    assert heartbeat.longest > 10 * PAUSE_S
 
 
 def test_no_round_goes_around_all_ranks_that_sleep():
@@ -63,48 +79,20 @@ def test_no_round_goes_around_all_ranks_that_sleep():
         def Iallreduce(self, *_: object, **options: object) -> MPI.Request:
             raise AssertionError(options)
 
-    assert run_collectively_while(Trees(WORLD), context, lambda: None) == WORLD.rank
+    assert run_collectively_while(Trees(WORLD), lambda: works(1), Heartbeat()) == WORLD.rank
 
 
-def test_what_goes_wrong_on_one_rank_ends_all():
-    def fails(going) -> int:
-        if context(going, 3) == LAST:
+@pytest.mark.parametrize("ranks", [[LAST], range(WORLD.size)])
+def test_what_goes_wrong_on_some_ranks_ends_all(ranks):
+    def fails() -> None:
+        if works(1) in ranks:
             raise UserError("no such file", 3)
-        return 0
 
     with pytest.raises(UserError, match="no such file") as caught:
-        run_collectively_while(WORLD, fails, lambda: None)
+        run_collectively_while(WORLD, fails, Heartbeat())
     assert caught.value.exit_code == 3
-
-
-@pytest.mark.mpi(min_size=2)
-def test_the_others_are_stopped_where_one_fails():
-    """Two steps in, while they have hundreds before them and rank 0 is done."""
-    steps = []
-
-    def fails(going) -> None:
-        WORLD.Barrier()
-        for step in range(500 if WORLD.rank else 0):
-            time.sleep(STEP_S)
-            going()
-            steps.append(step)
-            if WORLD.rank == LAST and step == 1:
-                raise UserError("damaged", 3)
-
-    with pytest.raises(UserError, match="damaged"):
-        run_collectively_while(WORLD, fails, lambda: None)
-    assert len(steps) < 250
     # Nothing is left of it that what comes next could meet.
-    assert run_collectively_while(WORLD, context, lambda: None) == WORLD.rank
-
-
-def test_all_may_fail_at_once():
-    def fails(going) -> None:
-        going()
-        raise UserError("damaged", 3)
-
-    with pytest.raises(UserError, match="damaged"):
-        run_collectively_while(WORLD, fails, lambda: None)
+    assert run_collectively_while(WORLD, lambda: works(1), Heartbeat()) == WORLD.rank
 
 
 def test_the_first_does_it_and_what_goes_wrong_is_raised_on_all():

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,14 @@ def test_each_folder_and_each_tar_file_is_read_by_one_rank(name, places, monkeyp
     module, reader = READERS[name]
     real, mine = getattr(module, reader), []
 
-    def noted(path: str, going: Callable[[], None]) -> image_files.Names | image_files.Headers:
+    def noted(path: str) -> image_files.Names | image_files.Headers:
         mine.append(path)
-        return real(path, going)
+        return real(path)
 
     monkeypatch.setattr(module, reader, noted)
     found = share_contents(WORLD, name, str(places[name]), Heartbeat())
     paths = sorted(map(str, places[name].glob("*/*")))
-    assert found == {path: real(path, lambda: None) for path in paths}
+    assert found == {path: real(path) for path in paths}
     assert told_by_all(mine) == paths
     assert share_contents(WORLD, "digits", str(places[name]), Heartbeat()) == {}
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from prunex_mpi.base import files
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import cifar
 from prunex_mpi.data import datasets as data
@@ -160,17 +159,3 @@ def test_failed_download_is_one_line(tmp_path, monkeypatch, error):
     if error is None:
         folder.write_text("a file where a folder should be")
     assert "network" in refuse(folder, download=True)
-
-
-def test_who_waits_for_a_download_goes_on_as_it_grows(tmp_path, monkeypatch):
-    fake_cifar(monkeypatch, slow=0.25)
-    monkeypatch.setattr(files, "LOOK_S", 0.01)
-    calls: list[int] = []
-
-    def context(rank: int) -> Dataset:
-        part = data.Part(rank, 2, going=lambda: calls.append(rank))
-        return load(tmp_path, part=part, download=True)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(context, range(2)))
-    assert min(calls.count(0), calls.count(1)) >= 5

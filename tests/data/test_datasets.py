@@ -221,8 +221,7 @@ def test_class_folders_that_another_rank_has_read_are_taken_unless_they_are_othe
 ):
     (folder / "test/red/deeper").mkdir()
     shares = [
-        image_files.read_share("imagefolder", str(folder), rank, 3, lambda: None)
-        for rank in range(3)
+        dict(image_files.read_share("imagefolder", str(folder), rank, 3)) for rank in range(3)
     ]
     assert sorted(map(len, shares)) == [1, 1, 2]
     known = shares[0] | shares[1] | shares[2]
@@ -252,18 +251,6 @@ def test_class_folders_that_another_rank_has_read_are_taken_unless_they_are_othe
     spy.reset_mock()
     told()
     assert [call.args[0] for call in spy.call_args_list] == [str(path)]
-
-
-def test_loading_says_that_it_goes_on(folder):
-    calls = []
-    # Of files, for what a thread decodes at a time.
-    for name, least in (("imagefolder", 2 + 1 + 2 * 2), ("synthetic", 50), ("digits", 1)):
-        calls.clear()
-        part = data.Part(0, 1, going=lambda: calls.append(1))
-        samples = {"train_samples": 40, "test_samples": 10} if name == "synthetic" else {}
-        options = LOAD | {"data_dir": str(folder), "image_size": 16} | samples
-        data.load(name, part=part, **options)
-        assert len(calls) >= least, name
 
 
 def test_images_of_all_ranks_of_a_machine_must_fit(monkeypatch):
@@ -331,7 +318,7 @@ def test_cifar10_as_image_files() -> None:
     part = load("imagefolder", data_dir=os.environ["PRUNEX_CIFAR10_DIR"], train_samples=800)
     assert is_valid(part)
     assert (part.num_classes, part.image_size, part.train_total) == (10, 32, 800)
-    mean, _ = normalisation(channel_moments(part.train, 800, lambda: None))
+    mean, _ = normalisation(channel_moments(part.train, 800))
     assert torch.allclose(mean, torch.tensor([0.491, 0.482, 0.447]), atol=0.05)
 
 
@@ -383,7 +370,7 @@ def test_images_to_test_on_are_not_looked_for_where_none_are_wanted(tmp_path):
     with_test = load("imagefolder", **ways)
     shutil.rmtree(tmp_path / "test")
     refuse("imagefolder", UNREADABLE, **ways)
-    known = image_files.read_share("imagefolder", str(tmp_path), 0, 1, lambda: None, ("train",))
+    known = dict(image_files.read_share("imagefolder", str(tmp_path), 0, 1, ("train",)))
     assert known and not any("test" in Path(path).parts for path in known)
     found = load("imagefolder", **ways, test_samples=None)
     assert (found.test, found.test_total) == (None, 0)

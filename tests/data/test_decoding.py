@@ -71,7 +71,7 @@ def test_a_stream_gives_what_memory_gives(folder, workers):
     # More than three epochs of three batches, each of another order.
     assert same(batches(stream_of(kept)), batches(stream_of(streamed)))
     for most in (len(kept.train), 7):
-        moments = (channel_moments(part.train, most, lambda: None) for part in (kept, streamed))
+        moments = (channel_moments(part.train, most) for part in (kept, streamed))
         assert torch.equal(*moments)
     for split in ("train", "test"):
         first, second = (
@@ -205,7 +205,7 @@ def test_what_is_not_damaged_but_gone_is_not_replaced(folder):
     assert dataset.reader.replaced == {}
     streamed = load(folder, "stream", skip_corrupt=True)
     os.rename(folder / "train/bee", folder / "elsewhere")
-    channel_moments(streamed.train, len(streamed.train), lambda: None)
+    channel_moments(streamed.train, len(streamed.train))
     with pytest.raises(UserError, match="No such file"):
         streamed.reader.raise_error()
 

@@ -181,12 +181,6 @@ def test_labels_are_taken_from_where_they_are_held(made, caplog, attributes, rea
     assert sorted(loaded.train.labels.tolist()) == [0, 0, 1, 1, 2, 2]
 
 
-def test_signs_of_life_are_given_while_labels_are_looked_for():
-    beats = []
-    load("tensors", part=Part(0, 1, going=lambda: beats.append(None)))
-    assert len(beats) >= 140
-
-
 def test_numbers_and_names_of_classes(made):
     def classes(train: Any, test: Any = None) -> tuple[int, tuple[str, ...]]:
         halves = [items(classes=names) for names in (train, test or train)]

@@ -3,9 +3,19 @@
 import time
 from collections.abc import Callable
 
+import pytest
+
+from prunex_mpi.base import heartbeat
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm import agreement
 
 PAUSE_S = 0.05
+
+
+def count_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take half a KiB that is read or written for progress, and tell the others at once."""
+    monkeypatch.setattr(heartbeat, "COUNTED_BYTES", 512)
+    monkeypatch.setattr(agreement, "ROUND_S", PAUSE_S)
 
 
 class Noted(Heartbeat):

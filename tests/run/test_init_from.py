@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from beats import PAUSE_S, Noted
+from beats import PAUSE_S, Noted, count_closely
 from jobs import metrics_of, run_directory, run_folder, run_job_here
 from nodes import WORLD, nodes_of
 from safetensors.torch import load_file, save_file
@@ -25,6 +25,7 @@ from mpi4py import MPI
 from prunex_mpi.base import files
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import tomllib
+from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import flat_values, make, resumed, with_overrides
@@ -103,6 +104,7 @@ def test_every_rank_and_every_variable_begins_with_the_weights(scenario, monkeyp
 def test_weights_that_are_read_slowly_are_no_standstill(flag, kind, monkeypatch):
     """Rank 0 reads them; all go on meanwhile."""
     heartbeat = Noted()
+    count_closely(monkeypatch)
 
     class Slowly:
         def __init__(self) -> None:
@@ -164,7 +166,7 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended():
         # Another run begins with what this one delivered, and sees images as it did.
         model = build_model(MODEL, Images(8, 10))
         settings = make(model=MODEL, init_from=str(folder / "run"))
-        found = pretrained.load_initial_(WORLD, settings, model, Images(8), (), lambda: None)
+        found = pretrained.load_initial_(WORLD, settings, model, Images(8), (), Heartbeat())
         assert found.image_mean == pytest.approx((0.3,) * 3)
         assert found.image_std == pytest.approx((0.4,) * 3)
         taken = [torch.equal(t, weights[k]) for k, t in model.state_dict().items()]
@@ -183,7 +185,7 @@ def test_the_classes_of_another_run_are_compared_by_name(tmp_path, caplog):
     for names, anew in (((), 0), (("ant", "bee"), 0), (("bee", "ant"), 1)):
         caplog.clear()
         given = MPI.COMM_SELF, settings, model, Images(8), names
-        pretrained.load_initial_(*given, lambda: None)
+        pretrained.load_initial_(*given, Heartbeat())
         assert caplog.text.count("has other classes than the data: layer") == anew
 
 
@@ -198,7 +200,7 @@ def test_a_run_that_made_its_network_smaller_says_so(tmp_path):
         settings = make(init_from=str(tmp_path), model=name)
         given = MPI.COMM_SELF, settings, model, Images(8), ()
         with pytest.raises(UserError, match=word) if word else nullcontext():
-            pretrained.load_initial_(*given, lambda: None)
+            pretrained.load_initial_(*given, Heartbeat())
 
 
 def test_what_became_smaller_is_trained_on_by_the_way_that_the_refusals_name(tmp_path):
@@ -218,7 +220,7 @@ def test_what_became_smaller_is_trained_on_by_the_way_that_the_refusals_name(tmp
 
     def initial(source: Path, model: torch.nn.Module) -> None:
         settings = make(init_from=str(source), model="resnet8")
-        pretrained.load_initial_(MPI.COMM_SELF, settings, model, Images(8), (), lambda: None)
+        pretrained.load_initial_(MPI.COMM_SELF, settings, model, Images(8), (), Heartbeat())
 
     for source in (tmp_path, tmp_path / "model"):
         with pytest.raises(

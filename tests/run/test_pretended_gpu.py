@@ -54,9 +54,9 @@ def run_there(scenario: str, changes: dict) -> dict[str, int]:
             trained = dict(waits)
             kept = contents(topology, context.state, context.problem)
             put_all(topology, *kept, context)
-            put_common(topology, lambda going: iter([kept]), WORLD.size, context)
+            put_common(topology, lambda: iter([kept]), WORLD.size, context)
             with TemporaryDirectory() as folder:
-                save_model(Path(folder), context.state, context.problem, lambda: None)
+                save_model(Path(folder), context.state, context.problem)
     return trained
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from beats import count_closely
 from image_folders import write_folder
 from launch import repeatable_metrics
 from safetensors.torch import load_file
@@ -162,10 +163,11 @@ def test_loading_data_is_progress(tmp_path, monkeypatch, capfd):
     real = image_files.as_uint8
 
     def slow(*words: object, **options: object) -> torch.Tensor:
-        time.sleep(0.04)
+        time.sleep(0.2)
         return real(*words, **options)
 
     monkeypatch.setattr(image_files, "as_uint8", slow)
+    count_closely(monkeypatch)
     flags = ["--dataset", "imagefolder", "--data-dir", str(tmp_path), "--timeout", "1"]
     flags += ["--train-samples", "0", "--test-samples", "0", "--outer-iterations", "3"]
     assert run(tmp_path / "run", *flags) == 0

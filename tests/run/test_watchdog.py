@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import prunex_mpi
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.heartbeat import COUNTED_BYTES, Heartbeat
 from prunex_mpi.comm.async_exchange import AsyncExchange
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.run import watchdog
@@ -100,6 +100,19 @@ def test_imports_are_progress(monkeypatch):
         monkeypatch.setitem(sys.modules, f"imported{number}", sys)
         time.sleep(0.08)
     assert not job.aborted.is_set()
+    assert job.wait()
+    dog.close()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_rank_that_writes_goes_on_and_one_that_computes_without_end_does_not(tmp_path, writes):
+    job = Job()
+    dog = Watchdog(Heartbeat(), 0, 0.4, job.aborted.set)
+    end = time.monotonic() + 1.2
+    while time.monotonic() < end:
+        if writes:
+            (tmp_path / "file").write_bytes(bytes(2 * COUNTED_BYTES))
+    assert job.aborted.is_set() != writes
     assert job.wait()
     dog.close()
 

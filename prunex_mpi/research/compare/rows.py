@@ -8,8 +8,9 @@ comparison adds: the zeros of the delivered network, and how fast it is without 
 import copy
 import json
 import re
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,7 +29,6 @@ from prunex_mpi.base.files import (
     RANKS,
     STATE,
     prepare_file,
-    remove_folder,
     telling_disk_errors,
     write_json_durably,
 )
@@ -216,8 +216,8 @@ def do(
     with watched(world, run.settings.timeout) as watchdog:
         heartbeat = watchdog.heartbeat
         settings = run_collectively(world, lambda: settings_in(path, run))
-        check = lambda going: None if world.rank else check_sources(path, run, going)  # noqa: E731
-        run_collectively_while(world, check, heartbeat.go_on)
+        check = lambda: None if world.rank else check_sources(path, run)  # noqa: E731
+        run_collectively_while(world, check, heartbeat)
         if not broadcast_json(world, run_on_first(world, lambda: has_ended(path))):
             if revealed:
                 raise UserError(
@@ -264,7 +264,7 @@ def settings_in(path: Path, run: Run) -> Settings:
     return resumed_by_tokenizer(saved, of_job, asked)
 
 
-def check_sources(path: Path, run: Run, going: Callable[[], None]) -> None:
+def check_sources(path: Path, run: Run) -> None:
     """Raise UserError where a run began with other weights than are in their file now.
 
     Of a run that has ended it may be gone.
@@ -274,7 +274,7 @@ def check_sources(path: Path, run: Run, going: Callable[[], None]) -> None:
     saved, _ = read_saved(str(path))
     for key, source in sources_of(run).items():
         file = source / STATE if source.is_dir() else source
-        if file.exists() and digest_of_file(file, going) != saved[DIGESTS[key]]:
+        if file.exists() and digest_of_file(file) != saved[DIGESTS[key]]:
             raise UserError(
                 f"{quote(str(path), 250)} is of a run with other weights of {key_of(key)}; remove "
                 "it, or choose another --dir"
@@ -291,23 +291,22 @@ def measure(world: MPI.Comm, options: Options, run: Run, data: Data, heartbeat: 
         return
     given = named("model", options.common, options.rows)
 
-    def read(going: Callable[[], None]) -> tuple[FinishedRun, nn.Module]:
-        found = read_finished_run(path, with_data=False, going=going, given=given)
+    def read() -> tuple[FinishedRun, nn.Module]:
+        found = read_finished_run(path, with_data=False, given=given)
         return found, make_model(found.settings, inputs_from(found.description))
 
-    finished, dense = run_collectively_while(world, read, heartbeat.go_on)
+    finished, dense = run_collectively_while(world, read, heartbeat)
     found: dict[str, float] = count_zeros(finished.model, dense)
     if run.timed:
         found |= forward_seconds(world, finished, dense, data, heartbeat)
 
-    def write(going: Callable[[], None]) -> None:
+    def write() -> None:
         if world.rank == 0:
             write_json_durably(path / NETWORK, found)
             if (path / "checkpoints").exists():
-                remove_folder(path / "checkpoints", going)
+                shutil.rmtree(path / "checkpoints")
 
-    kept = lambda going: telling_disk_errors(NETWORK, lambda: write(going))  # noqa: E731
-    run_collectively_while(world, kept, heartbeat.go_on)
+    run_collectively_while(world, lambda: telling_disk_errors(NETWORK, write), heartbeat)
 
 
 def is_unmeasured(path: Path) -> bool:
