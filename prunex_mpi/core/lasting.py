@@ -65,7 +65,7 @@ CUT_OF = {
 
 Tensors = dict[str, Tensor]
 Numbers = dict[str, Any]
-# Of several ranks what each has written; calls what it is given as reading goes on.
+# Of several ranks what each has written.
 Parts = Callable[[], Iterator[tuple[Tensors, Numbers]]]
 
 

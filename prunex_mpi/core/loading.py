@@ -29,8 +29,8 @@ from prunex_mpi.data.batches import channel_moments, normalisation
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.data.image_files import BOTH, CONTENTS, TEST, TRAIN, Known, read_share
-from prunex_mpi.data.text import Text, TextSet, take_windows, text_of
-from prunex_mpi.data.text_files import BYTES, Prepared, Tokenizer, forget, prepare, prepared_from
+from prunex_mpi.data.text import TextSet, take_windows
+from prunex_mpi.data.text_files import BYTES, Text, Tokenizer, forget, map_text, prepare
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.settings.fields import TEXT, Settings
 
@@ -103,23 +103,24 @@ def share_text(
     UserError (UNREADABLE) on every rank where one can't read it. Collective on `world`.
     """
     host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
-    made: list[Prepared] = []
+    facts = None
 
     def read() -> dict[str, Any] | None:
-        if host.rank:
-            return None
-        made.append(prepare(data_dir, tokenizer, known, with_test))
-        return made[0].as_json()
+        nonlocal facts
+        if host.rank == 0:
+            facts = asdict(prepare(data_dir, tokenizer, known, with_test))
+        return facts
 
     try:
-        told = run_collectively_while(world, read, heartbeat)
-        prepared = prepared_from(broadcast_json(host, told))
-        text = run_collectively(world, lambda: text_of(prepared))
+        told = broadcast_json(host, run_collectively_while(world, read, heartbeat))
+        text = run_collectively(world, lambda: map_text(told))
     finally:
-        for one in made:
-            forget(one.files if one.temporary else ())
+        if facts:
+            forget(facts["file"])
         host.Free()
     require_same(world, "the text or the tokenizer", text.digest)
+    if world.rank == 0 and text.lacking:
+        log.warning("text: %s", text.lacking)
     return {READ: text}
 
 
@@ -138,8 +139,6 @@ def load_text(world: MPI.Comm, settings: Settings, known: Mapping[str, Any]) -> 
         ),
     )
     log.info("%s", text.found)
-    if text.lacking:
-        log.warning("text: %s", text.lacking)
     return windows
 
 

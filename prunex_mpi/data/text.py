@@ -13,64 +13,10 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data.batches import Device, seed_, upload
-from prunex_mpi.data.text_files import Prepared, Tokenizer, embedded_text, forget, prepare
+from prunex_mpi.data.text_files import Text, Tokens
 
 # Logits of a batch at once, where there is no gradient: 256 MiB in float32.
 MOST_LOGITS, HIDDEN = 2**26, 2**11
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """All tokens of a text, in arrays one after the other, which may be files that are mapped."""
-
-    pieces: tuple[np.ndarray, ...]
-    ends: np.ndarray  # int64, of each piece
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def rows(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-        """Return `length` tokens from each start on, int64 [starts, length]."""
-        if len(self.pieces) == 1:
-            places = np.asarray(starts, dtype=np.int64)[:, None] + np.arange(length)
-            return self.pieces[0][places].astype(np.int64)
-        rows = np.empty((len(starts), length), dtype=np.int64)
-        for row, start in zip(rows, starts, strict=True):
-            self._read_(row, int(start))
-        return rows
-
-    def _read_(self, row: np.ndarray, start: int) -> None:
-        number = int(np.searchsorted(self.ends, start, side="right"))
-        done = 0
-        while done < len(row):
-            piece = self.pieces[number]
-            first = start + done - (int(self.ends[number]) - len(piece))
-            part = piece[first : first + len(row) - done]
-            row[done : done + len(part)] = part
-            done, number = done + len(part), number + 1
-
-
-def join(pieces: Sequence[np.ndarray]) -> Tokens:
-    """Return arrays as one text; those that are empty are left out."""
-    held = tuple(piece for piece in pieces if len(piece))
-    return Tokens(held, np.cumsum([len(piece) for piece in held], dtype=np.int64))
-
-
-def map_tokens(prepared: Prepared) -> Tokens:
-    """Map the tokens of a text that has been prepared on this machine. Raises UserError."""
-    if not prepared.files:
-        return join([np.frombuffer(embedded_text(), dtype=np.uint8)])
-    pieces = []
-    for path in prepared.files:
-        # What is empty can't be mapped, and is no piece.
-        try:
-            with open(path, "rb") as file:
-                empty = not file.read(1)
-            if not empty:
-                pieces.append(np.asarray(np.memmap(path, dtype=prepared.type, mode="r")))
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot map {path}: {error}", UNREADABLE) from None
-    return join(pieces)
 
 
 @dataclass(frozen=True)
@@ -161,55 +107,7 @@ def window_batches(
         yield pairs(shard.tokens.rows(starts, shard.context + 1), device)
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text on this machine: its tokens, and what is known of it."""
-
-    tokens: Tokens
-    tokenizer: Tokenizer
-    length: int  # bytes
-    begin: int  # of the tokens to test on
-    test_bytes: int
-    digest: str
-    told: bool  # whether names of files have told the parts
-    found: str
-    lacking: str  # what is not in the tokens
-
-    @property
-    def bytes_per_token(self) -> float:
-        """The bytes of a token, the mean over the part to test on, or over all where none is."""
-        if self.begin == len(self.tokens):
-            return self.length / len(self.tokens)
-        return self.test_bytes / (len(self.tokens) - self.begin)
-
-
-def read_text_data(data_dir: str, tokenizer: str, known: Tokenizer | None = None) -> Text:
-    """Prepare and map a text for this process alone. Raises UserError as `prepare` does."""
-    return text_of(prepare(data_dir, tokenizer, known), last=True)
-
-
-def text_of(prepared: Prepared, last: bool = False) -> Text:
-    """Return what has been prepared, mapped; the `last` one takes temporary names away."""
-    try:
-        tokens = map_tokens(prepared)
-    finally:
-        if last and prepared.temporary:
-            forget(prepared.files)
-    names = "tokenizer", "length", "begin", "test_bytes", "digest", "told", "found", "lacking"
-    return Text(tokens, **{name: getattr(prepared, name) for name in names})
-
-
-@dataclass(frozen=True)
-class Parts:
-    """How many tokens the parts of a text have: `train`, behind them `val`, from `begin` `test`."""
-
-    train: int
-    val: int
-    begin: int
-    test: int
-
-
-def parts_of(
+def cut(
     count: int,
     begin: int,
     val_split: float,
@@ -217,40 +115,39 @@ def parts_of(
     ranks: int,
     most: int = 0,
     with_test: bool = True,
-) -> Parts:
-    """Cut `count` tokens: those before `begin` to train on, whose end is held out, others to test.
+) -> tuple[int, int]:
+    """Return how many of `count` tokens are to train on and, behind them, held out.
 
-    Of the former the first `most` windows, unless 0. Without `with_test` there may be no others.
-    Raises UserError (UNREADABLE) for a part that
-    has no window of `context` tokens, or too few for all ranks.
+    Both are before `begin`, from where on the others are to test on. Of the former the first `most`
+    windows, unless 0. Without `with_test` there may be no others. Raises UserError (UNREADABLE) for
+    a part that has no window of `context` tokens, or too few for all ranks.
     """
-    trained = begin
-    if most:
-        trained = most * context + 1
-        if trained > begin:
-            raise UserError(
-                f"--train-samples {most}: there are only {(begin - 1) // context} windows of "
-                f"{context} tokens; 0 takes all"
-            )
+    trained = most * context + 1 if most else begin
+    if trained > begin:
+        raise UserError(
+            f"--train-samples {most}: there are only {(begin - 1) // context} windows of "
+            f"{context} tokens; 0 takes all"
+        )
     val = round(trained * val_split)
-    parts = Parts(trained - val, val, begin, count - begin)
-    named = {"train": "train on", "test": "test on", "val": "hold out"}
-    needed = {"train": True, "test": with_test, "val": val_split > 0}
-    for name, purpose in named.items():
-        tokens = getattr(parts, name)
-        if needed[name] and tokens <= context:
+    train = trained - val
+    for tokens, purpose, needed in (
+        (train, "train on", True),
+        (count - begin, "test on", with_test),
+        (val, "hold out", val_split > 0),
+    ):
+        if needed and tokens <= context:
             raise UserError(
                 f"context {context} is longer than the {tokens:,} tokens to {purpose}, of "
                 f"{count:,} in all: lower --context, or give more text",
                 UNREADABLE,
             )
-    if (parts.train - 1) // context < ranks:
+    if (train - 1) // context < ranks:
         raise UserError(
-            f"{ranks} ranks are more than the {(parts.train - 1) // context} windows of {context} "
+            f"{ranks} ranks are more than the {(train - 1) // context} windows of {context} "
             "tokens to train on: start fewer ranks, lower --context, or give more text",
             UNREADABLE,
         )
-    return parts
+    return train, val
 
 
 def windows_of(tokens: Tokens, first: int, stop: int, context: int) -> Windows:
@@ -320,32 +217,31 @@ def take_windows(
     `samples` are the windows to train and to test on, 0 for all, None for none.
     """
     (wanted, tested), (rank, size), tokens = samples, part, text.tokens
-    if text.tokenizer.size < 2:
-        raise UserError("the text is one character over and over: give another one", UNREADABLE)
     # What is tested alone needs no window for each rank.
     trains = wanted is not None
     ranks = size if trains else 1
     with_test = tested is not None
-    parts = parts_of(len(tokens), text.begin, val_split, context, ranks, wanted or 0, with_test)
-    per_rank = (parts.train - 1) // context // size if trains else 0
+    count, begin = len(tokens), text.begin
+    trained, held = cut(count, begin, val_split, context, ranks, wanted or 0, with_test)
+    per_rank = (trained - 1) // context // size if trains else 0
     first = rank * per_rank * context
-    test = windows_of(tokens, parts.begin, len(tokens), context)
+    test = windows_of(tokens, begin, count, context)
     if tested is not None and tested > len(test):
         raise UserError(
             f"--test-samples {tested}: there are only {len(test)} windows of {context} tokens; 0 "
             "takes all"
         )
     test = test.part(slice(0, tested or len(test)))
-    val = windows_of(tokens, parts.train, parts.train + parts.val, context)
+    val = windows_of(tokens, trained, trained + held, context)
     share = slice(rank, None, size)
     return TextSet(
         text=text,
         context=context,
-        stop=parts.train,
+        stop=trained,
         train=Windows(tokens, range(first, first + per_rank * context, context), context),
         test=test.part(share) if with_test else None,
         val=val.part(share) if val_split else None,
-        train_total=parts.train,
+        train_total=trained,
         test_total=len(test) * context if with_test else 0,
         val_total=len(val) * context if val_split else 0,
     )

@@ -1,8 +1,8 @@
-"""Read text from files and turn it into tokens: bytes, characters, or those of a tokenizer file.
+"""Read text from files and write its tokens to one file: bytes, characters, or a tokenizer file's.
 
-Bytes need no copy: the files themselves are mapped, unless they are too many. Other tokens are
-written once per machine, to a file in TMPDIR that all its ranks map. Once they have, the file loses
-its name: nothing is left behind, and no later job meets what somebody else has put there.
+They are written once per machine, to a file in TMPDIR that all its ranks map. Once they have, the
+file loses its name: nothing is left behind, and no later job meets what somebody else has put
+there.
 
 A text has a part to train on and one to test on: names of files tell which, or the last tenth of
 the tokens is to test on, as in nanoGPT. It is read in pieces that end where a line does, at most
@@ -16,12 +16,12 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,8 +36,8 @@ BYTES, CHARS = "bytes", "chars"
 TRAINED, PARTS = 9, 10
 # Names of the files to train on; of those to test on the first that there is.
 TRAIN, TEST = "train", ("test", "val", "valid", "validation")
-# A process may hold 1,024 files, and each that is mapped is one.
-MOST_MAPPED = 256
+# The character that stands for those that the part to train on does not have.
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # How what stands for the tokens of a file begins; its digest follows.
 FILE_NAME = "tokenizer of SHA-256 "
 PIECE_BYTES = 2**20
@@ -69,20 +69,33 @@ class Tokenizer:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A text of which all has been read once, for the ranks of a machine.
+class Tokens:
+    """All tokens of a text, in memory or in a file that is mapped."""
 
-    The tokens lie in `files` one after the other, each of `type`; with no files they are those of
-    the embedded text, in bytes. `temporary` files lose their names when they have been mapped.
-    The text has `length` bytes; tokens from `begin` on are to test on, `test_bytes` of it. `digest`
-    tells the text and its parts apart from others. `told` says whether names have told the parts,
-    and `lacking` what is not in the tokens, "" for nothing.
+    array: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def rows(self, starts: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+        """Return `length` tokens from each start on, int64 [starts, length]."""
+        places = np.asarray(starts, dtype=np.int64)[:, None] + np.arange(length)
+        return self.array[places].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of which all has been read once, by one rank of a machine.
+
+    Its tokens, each of `type`, are in `file`, and in `tokens` once that is mapped. The text has
+    `length` bytes; tokens from `begin` on are to test on, `test_bytes` of it. `digest` tells the
+    text and its parts apart from others. `told` says whether names have told the parts, and
+    `lacking` what is not in the tokens, "" for nothing.
     """
 
-    tokenizer: Tokenizer
-    files: tuple[str, ...]
+    file: str
     type: str
-    temporary: bool
+    tokenizer: Tokenizer
     length: int
     begin: int
     test_bytes: int
@@ -90,16 +103,33 @@ class Prepared:
     told: bool
     found: str
     lacking: str
+    tokens: Tokens | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """Return it for `prepared_from`."""
-        return {**vars(self), "tokenizer": vars(self.tokenizer)}
+    @property
+    def bytes_per_token(self) -> float:
+        """The bytes of a token, the mean over the part to test on, or over all where none is."""
+        if self.begin == len(self.tokens):
+            return self.length / len(self.tokens)
+        return self.test_bytes / (len(self.tokens) - self.begin)
 
 
-def prepared_from(told: dict[str, Any]) -> Prepared:
-    """Return what `as_json` has told."""
-    files, tokenizer = tuple(told["files"]), Tokenizer(**told["tokenizer"])
-    return Prepared(**{**told, "files": files, "tokenizer": tokenizer})
+def map_text(facts: Mapping[str, Any]) -> Text:
+    """Return a text of these facts, as `asdict` gives them, mapped. Raises UserError."""
+    text = Text(**{**facts, "tokenizer": Tokenizer(**facts["tokenizer"])})
+    try:
+        array = np.memmap(text.file, dtype=text.type, mode="r")
+    except OSError as error:
+        raise UserError(f"cannot map {text.file}: {error.strerror}", UNREADABLE) from None
+    return replace(text, tokens=Tokens(np.asarray(array)))
+
+
+def read_text_data(data_dir: str, tokenizer: str, known: Tokenizer | None = None) -> Text:
+    """Prepare and map a text for this process alone. Raises UserError as `prepare` does."""
+    prepared = prepare(data_dir, tokenizer, known)
+    try:
+        return map_text(asdict(prepared))
+    finally:
+        forget(prepared.file)
 
 
 def find_text_files(data_dir: str) -> list[Path]:
@@ -160,7 +190,9 @@ def embedded_text() -> bytes:
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def pieces_of(files: Sequence[Path], look: Callable[[bytes], None]) -> Iterator[str]:
+def pieces_of(
+    files: Sequence[Path], look: Callable[[bytes], None] = lambda data: None
+) -> Iterator[str]:
     """Yield all text, the embedded one without files, in pieces; show all bytes to `look`.
 
     Raises UserError (UNREADABLE) for what can't be read or is no UTF-8.
@@ -229,17 +261,14 @@ class _Look:
 
 
 def prepare(
-    data_dir: str,
-    name: str,
-    known: Tokenizer | None = None,
-    with_test: bool = True,
-) -> Prepared:
-    """Read a text, "" for the embedded one, once and make its tokens ready to be mapped.
+    data_dir: str, name: str, known: Tokenizer | None = None, with_test: bool = True
+) -> Text:
+    """Read a text, "" for the embedded one, and write its tokens to a file, not mapped yet.
 
     `name` is that of a tokenizer or the path of its file; with chars the vocabulary is that of the
-    text, or of a tokenizer that is `known`. Only `with_test` are files opened whose names say that
-    they are to test on. Raises UserError (UNREADABLE) for text that is missing,
-    empty, no UTF-8 or not of the vocabulary, UserError (USAGE) for a tokenizer that can't be used.
+    part to train on, or of a tokenizer that is `known`. Only `with_test` are files opened whose
+    names say that they are to test on. Raises UserError (UNREADABLE) for text that is missing,
+    empty or no UTF-8, UserError (USAGE) for a tokenizer that can't be used.
     """
     files = find_text_files(data_dir) if data_dir else []
     parts = split_files(data_dir, files)
@@ -248,28 +277,21 @@ def prepare(
         files = parts[0]
         parts = [files]
     read = [path for part in parts for path in part]
-    looks = [_Look() for _ in parts]
-    texts = [pieces_of(part, look) for part, look in zip(parts, looks, strict=True)]
     lost: Counter[str] = Counter()
+    place: Callable[[str, int], int] | None = None
     if name == BYTES:
-        tokenizer = Tokenizer(BYTES, 256)
-        encode, place = _encoded_bytes, None
+        tokenizer, encode = Tokenizer(BYTES, 256), _encoded_bytes
     elif name == CHARS:
-        tokenizer = _of_characters(chain(*texts), known)
-        texts = [pieces_of(part, lambda data: None) for part in parts]
-        encode, place = partial(_encoded_characters, tokenizer.characters), _place_of_character
+        tokenizer = known or _of_characters([pieces_of(part) for part in parts])
+        encode = partial(_encoded_characters, tokenizer.characters, lost)
+        place = lambda piece, number: number  # noqa: E731
     else:
         tokenizer, encoder = read_tokenizer(name)
         encode, place = partial(_encoded, encoder, lost), partial(_place_of_token, encoder)
-    kind = type_for(tokenizer.size)
-    temporary = name != BYTES or len(read) > MOST_MAPPED
-    if temporary:
-        path, counts = _write(map(encode, texts), kind)
-        shards = (path,)
-    else:
-        for _ in chain(*texts):
-            pass
-        shards, counts = tuple(map(str, read)), [[look.length] for look in looks]
+    looks = [_Look() for _ in parts]
+    texts = (encode(pieces_of(part, look)) for part, look in zip(parts, looks, strict=True))
+    kind = np.min_scalar_type(tokenizer.size - 1).name
+    path, counts = _write(texts, kind)
     length, count = sum(look.length for look in looks), sum(map(sum, counts))
     try:
         if not length:
@@ -287,23 +309,22 @@ def prepare(
             begin = count * TRAINED // PARTS
             test_bytes = count - begin
             if place:
-                again = pieces_of(read, lambda data: None)
-                test_bytes = _bytes_from(begin, again, counts[0], place)
+                test_bytes = _bytes_from(begin, pieces_of(read), counts[0], place)
     except BaseException:
-        forget(shards if temporary else ())
+        forget(path)
         raise
     seen = [number for look in looks for number in (look.length, look.crc32)]
     # Wherever the tokenizer's file lies.
     by = replace(tokenizer, name="") if tokenizer.digest else tokenizer
     digest = sha256(repr((by, *seen)).encode()).hexdigest()
-    found, rest = _found(data_dir, files, parts, length), sorted({*files}.difference(*parts))
+    rest = sorted({*files}.difference(*parts))
     lacking = [f"not read: {listed(str(path.relative_to(data_dir)) for path in rest)}"] * bool(rest)
     if lost:
         counted = listed(f"{one!r} ({count:,})" for one, count in lost.most_common())
         lacking += [f"the tokenizer loses {lost.total():,} characters: {counted}"]
+    found = _found(data_dir, files, parts, length)
     sizes = length, begin, test_bytes
-    more = digest, told, found, "; ".join(lacking)
-    return Prepared(tokenizer, shards, kind, temporary, *sizes, *more)
+    return Text(path, kind, tokenizer, *sizes, digest, told, found, "; ".join(lacking))
 
 
 def _bytes_from(
@@ -341,16 +362,10 @@ def _found(
     return f"text: {count:,} files in {data_dir}, {spans}, {length:,} bytes"
 
 
-def forget(files: Iterable[str]) -> None:
-    """Take away the names of files, which may be gone already; who has mapped them keeps them."""
-    for file in files:
-        with suppress(OSError):
-            os.unlink(file)
-
-
-def type_for(vocabulary: int) -> str:
-    """Return the smallest type of numpy that holds a vocabulary's tokens."""
-    return next((t for t in ("uint8", "uint16") if vocabulary - 1 <= np.iinfo(t).max), "uint32")
+def forget(file: str) -> None:
+    """Take away the name of a file, if it has one still; who has mapped the file keeps it."""
+    with suppress(OSError):
+        os.unlink(file)
 
 
 def _write(parts: Iterable[Iterable[np.ndarray]], kind: str) -> tuple[str, list[list[int]]]:
@@ -378,7 +393,7 @@ def _write(parts: Iterable[Iterable[np.ndarray]], kind: str) -> tuple[str, list[
         ) from None
     finally:
         if path and not complete:
-            forget([path])
+            forget(path)
     return path, counts
 
 
@@ -387,37 +402,41 @@ def _write(parts: Iterable[Iterable[np.ndarray]], kind: str) -> tuple[str, list[
 # --------------------------------------------------------------------------------------------------
 
 
-def _of_characters(text: Iterable[str], known: Tokenizer | None) -> Tokenizer:
-    """Return the tokenizer of all characters of a text, or the one that is known, if it fits."""
-    letters: set[str] = set()
-    for piece in text:
-        letters |= set(piece)
-    if known is None:
-        return Tokenizer(CHARS, len(letters), "".join(sorted(letters)))
-    strange = sorted(letters - set(known.characters))
-    if strange:
-        raise UserError(
-            f"the text has {len(strange):,} characters beyond the vocabulary of the network, such "
-            f"as {strange[0]!r}: give text of its {known.size:,} characters alone",
-            UNREADABLE,
-        )
-    return known
+def _of_characters(parts: Sequence[Iterable[str]]) -> Tokenizer:
+    """Return the tokenizer of all characters of the part to train on, and of one for all others."""
+    first: dict[str, int] = {}  # where in the text each character is met first
+    ends, done = [], 0
+    for pieces in parts:
+        for piece in pieces:
+            first |= {one: done + piece.index(one) for one in {*piece} - first.keys()}
+            done += len(piece)
+        ends.append(done)
+    begin = ends[0] if len(ends) > 1 else done * TRAINED // PARTS
+    letters = {one for one, place in first.items() if place < begin}
+    if done and len(letters) < 2:
+        raise UserError("the text is one character over and over: give another one", UNREADABLE)
+    characters = "".join(sorted({*letters, UNKNOWN}))
+    return Tokenizer(CHARS, len(characters), characters)
 
 
-def encode_characters(text: str, characters: str) -> np.ndarray:
+def encode_characters(text: str, characters: str, lost: Counter[str]) -> np.ndarray:
     """Return the places of the characters of `text` in `characters`, which are sorted; int64 [n].
 
-    Raises UserError (UNREADABLE) for a character that is not among them.
+    Those that are not among them become UNKNOWN, and `lost` counts them. Raises UserError
+    (UNREADABLE) where that is not among them either.
     """
     known, wanted = (np.frombuffer(t.encode("utf-32-le"), dtype="<u4") for t in (characters, text))
-    places = np.searchsorted(known, wanted).clip(max=max(0, len(known) - 1))
-    odd = np.flatnonzero(known[places] != wanted) if len(wanted) else wanted
+    places = np.searchsorted(known, wanted).clip(max=len(known) - 1)
+    odd = np.flatnonzero(known[places] != wanted)
     if len(odd):
-        raise UserError(
-            f"character {text[odd[0]]!r} is beyond the vocabulary of {len(known):,} characters: "
-            "the text has changed while it was read, or is another one",
-            UNREADABLE,
-        )
+        if UNKNOWN not in characters:
+            raise UserError(
+                f"character {text[odd[0]]!r} is beyond the vocabulary of {len(known):,} characters "
+                "of the network, which knows none for others: give text of these alone",
+                UNREADABLE,
+            )
+        lost.update(text[place] for place in odd)
+        places[odd] = characters.index(UNKNOWN)
     return places
 
 
@@ -455,8 +474,10 @@ def _encoded_bytes(text: Iterable[str]) -> Iterator[np.ndarray]:
     return (np.frombuffer(piece.encode(), dtype=np.uint8) for piece in text)
 
 
-def _encoded_characters(characters: str, text: Iterable[str]) -> Iterator[np.ndarray]:
-    return (encode_characters(piece, characters) for piece in text)
+def _encoded_characters(
+    characters: str, lost: Counter[str], text: Iterable[str]
+) -> Iterator[np.ndarray]:
+    return (encode_characters(piece, characters, lost) for piece in text)
 
 
 def _encoded(encoder: Any, lost: Counter[str], text: Iterable[str]) -> Iterator[np.ndarray]:
@@ -476,10 +497,6 @@ def _encoded(encoder: Any, lost: Counter[str], text: Iterable[str]) -> Iterator[
                 lost += Counter(piece) - Counter(given)
         for numbers in encoded:
             yield np.array(numbers, dtype=np.int64)
-
-
-def _place_of_character(piece: str, number: int) -> int:
-    return number
 
 
 def _place_of_token(encoder: Any, piece: str, number: int) -> int:

@@ -102,7 +102,6 @@ def put_elsewhere(topology: Topology, saved: Sequence[dict[str, Any]], context: 
 
     def parts() -> Iterator[tuple[Tensors, Numbers]]:
         for one in saved[world.rank :: world.size]:
-            going()
             yield one["tensors"] | optimizer.flat_of(one["optimizer"]), one["numbers"]
 
     lasting.put_elsewhere(topology, parts, len(saved), context)

@@ -20,8 +20,8 @@ from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, Reader, decoding_threads
 from prunex_mpi.data.image_files import Classes
-from prunex_mpi.data.text import TextSet, Windows, read_text_data, take_windows
-from prunex_mpi.data.text_files import BYTES, CHARS, FILE_NAME, Tokenizer
+from prunex_mpi.data.text import TextSet, Windows, take_windows
+from prunex_mpi.data.text_files import BYTES, CHARS, FILE_NAME, Tokenizer, read_text_data
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.dummy_input import transient_buffers

@@ -6,19 +6,17 @@ import torch
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.data.text import (
-    Parts,
     Windows,
     WindowStream,
-    join,
-    parts_of,
-    read_text_data,
+    cut,
     rows_at_once,
     take_windows,
     window_batches,
     windows_of,
 )
+from prunex_mpi.data.text_files import Tokens, read_text_data
 
-TOKENS = join([np.arange(100, dtype=np.uint8)])
+TOKENS = Tokens(np.arange(100, dtype=np.uint8))
 
 
 def stream_of(rank: int = 0, seed: int = 0, stop: int = 90) -> WindowStream:
@@ -51,14 +49,6 @@ def test_windows_depend_on_seed_and_rank_and_go_on_from_a_position():
     assert torch.equal(stream.next()[0], other.next()[0])
 
 
-def test_rows_reach_over_several_files(tmp_path):
-    for name, text in {"a": "abc", "b": "d", "c": "efgh"}.items():
-        (tmp_path / name).write_text(text)
-    tokens = read_text_data(str(tmp_path), "bytes").tokens
-    rows = tokens.rows([0, 2, 4], 4)
-    assert [bytes(row.tolist()) for row in rows] == [b"abcd", b"cdef", b"efgh"]
-
-
 def test_windows_of_a_part_cover_it_once():
     windows = windows_of(TOKENS, 30, 57, 8)
     assert list(windows.starts) == [30, 38, 46]
@@ -84,8 +74,8 @@ def test_batches_are_smaller_where_windows_are_long():
 
 
 def test_the_end_of_what_is_not_tested_on_is_held_out():
-    assert parts_of(1001, 900, 0.0, 8, 1) == Parts(900, 0, 900, 101)
-    assert parts_of(1001, 900, 0.1, 8, 1) == Parts(810, 90, 900, 101)
+    assert cut(1001, 900, 0.0, 8, 1) == (900, 0)
+    assert cut(1001, 900, 0.1, 8, 1) == (810, 90)
 
 
 def test_windows_stay_in_the_files_to_train_on_or_in_those_to_test_on(tmp_path):
@@ -114,4 +104,4 @@ def test_windows_stay_in_the_files_to_train_on_or_in_those_to_test_on(tmp_path):
 )
 def test_too_little_text_is_refused(count, val_split, context, ranks, says):
     with pytest.raises(UserError, match=says):
-        parts_of(count, count * 9 // 10, val_split, context, ranks)
+        cut(count, count * 9 // 10, val_split, context, ranks)

@@ -2,8 +2,8 @@
 
 import json
 import os
-import resource
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,14 +11,15 @@ import pytest
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import text_files
-from prunex_mpi.data.text import map_tokens, read_text_data
 from prunex_mpi.data.text_files import (
+    UNKNOWN,
+    Tokenizer,
     decode,
-    encode_characters,
     find_text_files,
     forget,
+    map_text,
     prepare,
-    prepared_from,
+    read_text_data,
     split_files,
 )
 
@@ -97,12 +98,12 @@ def test_names_tell_what_is_to_test_on(tmp_path, names, train, test):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "file"])
 def test_what_is_to_test_on_begins_with_its_files(tmp_path, tokenizer):
-    texts = {"notes": "no", "test.txt": "cdÄ\n", "train.txt": "ab ab cd\n"}
+    texts = {"notes": "no", "test.txt": "cdÄ\n", "train.txt": "ab Ä cd\n"}
     folder = write_all(tmp_path / "texts", texts)
     if tokenizer == "file":
         tokenizer = str(tokenizer_file(tmp_path / "tokenizer.json"))
-    prepared = prepared_from(json.loads(json.dumps(prepare(str(folder), tokenizer).as_json())))
-    tokens = map_tokens(prepared)
+    prepared = map_text(json.loads(json.dumps(asdict(prepare(str(folder), tokenizer)))))
+    tokens = prepared.tokens
     begin = prepared.begin
     parts = [tokens.rows([0], begin)[0], tokens.rows([begin], len(tokens) - begin)[0]]
     assert [decode(prepared.tokenizer, part.tolist()) for part in parts] == [
@@ -114,18 +115,6 @@ def test_what_is_to_test_on_begins_with_its_files(tmp_path, tokenizer):
     assert prepared.told and prepared.lacking == "not read: notes"
     joined = prepare(str(written(tmp_path, texts["train.txt"] + texts["test.txt"])), tokenizer)
     assert joined.digest != prepared.digest
-
-
-def test_a_folder_may_hold_more_files_than_a_process(tmp_path, scratch):
-    folder = write_all(tmp_path / "texts", {f"{i:03}": f"Ä{i} " for i in range(400)})
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (300, limits[1]))
-    try:
-        found = all_tokens(folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert bytes(found).decode() == "".join(f"Ä{i} " for i in range(400))
-    assert not list(scratch.iterdir())
 
 
 def test_no_folder_of_text_is_left_out_in_silence(tmp_path, monkeypatch):
@@ -140,19 +129,12 @@ def test_no_folder_of_text_is_left_out_in_silence(tmp_path, monkeypatch):
         find_text_files(str(folder))
 
 
-def test_bytes_are_the_files_themselves(tmp_path, scratch):
-    file = written(tmp_path, "Ä b\n")
-    prepared = prepare(str(file), "bytes")
-    assert prepared.files == (str(file),) and not list(scratch.iterdir())
-    assert bytes(all_tokens(file)) == "Ä b\n".encode()
-
-
 def test_characters_are_numbered_in_order_and_their_file_is_gone_once_mapped(tmp_path, scratch):
-    file = written(tmp_path, "caÄ𝄞a")
+    file = written(tmp_path, "caÄ𝄞a" * 2)
     text = read_text_data(str(file), "chars")
-    assert text.tokenizer.characters == "acÄ𝄞" and text.tokenizer.size == 4
-    assert text.tokens.rows([0], 5).tolist() == [[1, 0, 2, 3, 0]]
-    assert decode(text.tokenizer, [3, 1]) == "𝄞c"
+    assert text.tokenizer.characters == f"acÄ{UNKNOWN}𝄞" and text.tokenizer.size == 5
+    assert text.tokens.rows([0], 5).tolist() == [[1, 0, 2, 4, 0]]
+    assert decode(text.tokenizer, [4, 1]) == "𝄞c"
     assert not list(scratch.iterdir())
 
 
@@ -169,9 +151,9 @@ def test_pieces_do_not_change_the_characters(tmp_path, monkeypatch):
 def test_a_vocabulary_above_256_takes_16_bits(tmp_path):
     file = tmp_path / "text"
     text = "".join(map(chr, range(1000, 1300)))
-    file.write_text(text)
+    file.write_text(text * 2)
     assert prepare(str(file), "chars").type == "uint16"
-    assert all_tokens(file, "chars") == list(range(300))
+    assert all_tokens(file, "chars") == [*range(300)] * 2
 
 
 def test_a_tokenizer_file_gives_its_tokens(tmp_path, scratch):
@@ -220,7 +202,7 @@ def test_lost_and_unknown_characters_of_all_pieces_are_counted(tmp_path, monkeyp
     made.save(str(tmp_path / "tokenizer.json"))
     file = written(tmp_path, "aU\n" + "ab\n" * 10 + "UK\n" + "ab\n" * 10)
     prepared = prepare(str(file), str(tmp_path / "tokenizer.json"))
-    forget(prepared.files)
+    forget(prepared.file)
     assert prepared.lacking == "the tokenizer loses 3 characters: 'U' (2), 'K' (1)"
 
 
@@ -275,16 +257,27 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
         prepare(str(file), str(tmp_path / "nowhere.json"))
 
 
-def test_characters_beyond_a_known_vocabulary_are_refused(tmp_path):
-    file = written(tmp_path, "abc")
-    known = prepare(str(file), "chars").tokenizer
-    file.write_text("ba")
+def test_characters_beyond_the_part_to_train_on_are_one_token_and_told_of(tmp_path):
+    """Of one file the last tenth is to test on; names of files may tell as well."""
+    alone = written(tmp_path, "ab" * 9 + "xb")
+    folder = write_all(tmp_path / "texts", {"train": "ab" * 9, "test": "xb"})
+    for place in (alone, folder):
+        text = read_text_data(str(place), "chars")
+        assert text.tokenizer.characters == f"ab{UNKNOWN}"
+        assert text.tokens.rows([16], 4).tolist() == [[0, 1, 2, 1]]
+        assert text.lacking == "the tokenizer loses 1 characters: 'x' (1)"
+    trained = prepare(str(folder), "chars", with_test=False)
+    assert trained.tokenizer == text.tokenizer and not trained.lacking
+    assert decode(text.tokenizer, [0, 2]) == f"a{UNKNOWN}"
+
+
+def test_a_vocabulary_that_is_known_is_kept_and_may_know_no_others(tmp_path):
+    file = written(tmp_path, "ba")
+    known = Tokenizer("chars", 3, "abc")
     assert read_text_data(str(file), "chars", known).tokens.rows([0], 2).tolist() == [[1, 0]]
-    file.write_text("abxy")
-    with pytest.raises(UserError, match=r"2 characters beyond the vocabulary .*'x'"):
-        prepare(str(file), "chars", known=known)
-    with pytest.raises(UserError, match="'x' is beyond"):
-        encode_characters("abx", "abc")
+    file.write_text("abx")
+    with pytest.raises(UserError, match=r"'x' is beyond the vocabulary of 3 characters"):
+        prepare(str(file), "chars", known)
 
 
 def test_no_room_for_tokens_is_one_line(tmp_path, monkeypatch):

@@ -30,7 +30,8 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import PRUNED
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.data.text import Windows, join
+from prunex_mpi.data.text import Windows
+from prunex_mpi.data.text_files import Tokens as TextTokens
 from prunex_mpi.methods import pactrain_mask, pactrain_samples, pactrain_support
 from prunex_mpi.methods.pactrain import (
     COMPACT,
@@ -321,7 +322,7 @@ def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
 def test_windows_of_text_are_at_even_distances_in_batches(monkeypatch):
     monkeypatch.setattr(pactrain_samples, "WINDOWS", 6)
     monkeypatch.setattr(pactrain_samples, "BATCH_TOKENS", 2 * 8)
-    text = Windows(join([np.zeros(105, dtype=np.uint8)]), range(0), 8)
+    text = Windows(TextTokens(np.zeros(105, dtype=np.uint8)), range(0), 8)
 
     def starts(stop):
         return [list(piece.starts) for piece in windows_apart(text, stop)]
