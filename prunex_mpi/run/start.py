@@ -33,11 +33,9 @@ from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.grouping import choose_rules, make_groups
-from prunex_mpi.core.loading import CPU, find_inputs, load_dataset
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.muon import describe_muon
-from prunex_mpi.core.problem import build_problem, make_model
 from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import RunContext, build_state
@@ -66,7 +64,9 @@ from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import out_of_reach
 from prunex_mpi.pruning.rules import rules_of
+from prunex_mpi.run.loading import CPU, find_inputs, load_dataset
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
+from prunex_mpi.run.problem import build_problem, make_model
 from prunex_mpi.run.supervision import check_exchange
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings

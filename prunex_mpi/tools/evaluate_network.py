@@ -28,7 +28,6 @@ from prunex_mpi.comm.agreement import (
     run_on_first,
     sum_alike_,
 )
-from prunex_mpi.core.loading import share_contents
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches, images_at_once
 from prunex_mpi.data.datasets import Dataset, Part, load
 from prunex_mpi.data.decoding import Access, decoding_threads
@@ -37,6 +36,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.delivery import print_result
 from prunex_mpi.run.finished_run import read_finished_run
+from prunex_mpi.run.loading import share_contents
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, FROM_FILES, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options

@@ -12,12 +12,12 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.record_keys import reached
 from prunex_mpi.base.tables import format_lines
 from prunex_mpi.comm.agreement import run_collectively, sum_alike_
-from prunex_mpi.core.loading import READ, share_text
 from prunex_mpi.core.task import by_position, next_token
 from prunex_mpi.data.text import Text, Windows, take_windows, window_batches, windows_of
 from prunex_mpi.data.text_files import Tokenizer
 from prunex_mpi.models.inputs import Tokens
 from prunex_mpi.run.finished_run import known_tokenizer
+from prunex_mpi.run.loading import READ, share_text
 from prunex_mpi.run.start import Place
 from prunex_mpi.tools.evaluate_options import Options
 

@@ -18,11 +18,10 @@ from small_runs import small_run
 from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.core import problem
 from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods import pactrain_samples
 from prunex_mpi.methods.pactrain_samples import batches_to_score
-from prunex_mpi.run import checkpoint_files, learn
+from prunex_mpi.run import checkpoint_files, learn, problem
 from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.pretrained import INITIAL
 
