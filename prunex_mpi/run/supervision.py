@@ -40,12 +40,16 @@ RESERVE = 3
 
 
 class Checkpoints:
-    """Decide when checkpoints are due; count them in `count` and their time in `seconds`."""
+    """Decide when checkpoints are due; count them in `count` and their time in `seconds`.
 
-    def __init__(self, every: str) -> None:
-        self.every = every
+    `received` is told what is kept.
+    """
+
+    def __init__(self, every: str, received: ReceivedSignal) -> None:
+        self.every, self.received = every, received
         self.count, self.seconds, self.last_s = 0, 0.0, 0.0
-        self.ended = time.monotonic()
+        # The first one soon: it shows that there is room, and little is lost without it.
+        self.ended = time.monotonic() - SHORTEST_INTERVAL_S
 
     def due(self, iteration: int) -> bool:
         """Return whether to write one after `iteration`, by the clock of this rank."""
@@ -55,10 +59,14 @@ class Checkpoints:
             return iteration % int(self.every) == 0
         return time.monotonic() - self.ended > max(SHORTEST_INTERVAL_S, self.last_s / WRITING_SHARE)
 
-    def note(self, seconds: float) -> None:
-        """Count one that has just been written."""
-        self.ended, self.last_s = time.monotonic(), seconds
-        self.count, self.seconds = self.count + 1, self.seconds + seconds
+    def save(self, topology: Topology, files: RunDirectory | None, context: RunContext) -> None:
+        """Write one, and count it. Collective on `world`."""
+        started = time.monotonic()
+        checkpoint.save(topology, files, context)
+        self.ended = time.monotonic()
+        self.last_s = self.ended - started
+        self.count, self.seconds = self.count + 1, self.seconds + self.last_s
+        self.received.kept = context.state.position.iteration - 1
 
 
 def train(
@@ -92,6 +100,9 @@ def train(
             kept.context = context
             # What was trained before a loss is in memory: however late, it becomes a checkpoint.
             stop.went_on = kept.loss is not None and bool(kept.snapshots)
+        if kept is None:
+            # Whatever goes on does so from a checkpoint.
+            received.kept = context.state.position.iteration - 1
         received.training = True
         evaluate_initial(topology, files, context)
         with tracing(topology, files, context):
@@ -232,10 +243,8 @@ def write_last_checkpoint(
     if checkpoints.every == "off":
         return
     context.heartbeat.enter("checkpoint")
-    started = time.monotonic()
     try:
-        checkpoint.save(topology, files, context)
-        checkpoints.note(time.monotonic() - started)
+        checkpoints.save(topology, files, context)
     except UserError as error:
         log.warning("the run is complete, but its last checkpoint is missing: %s", error)
         if files is not None:
@@ -252,12 +261,10 @@ def write_checkpoint(
     Collective on `world`.
     """
     context.heartbeat.enter("checkpoint")
-    started = time.monotonic()
     if context.behind is not None:
         # What has arrived is written with the rest, and waits for its step in both runs.
         context.behind.finish()
     check_finite(topology, context)
-    checkpoint.save(topology, files, context)
-    checkpoints.note(time.monotonic() - started)
+    checkpoints.save(topology, files, context)
     if context.stop is not None:
         context.stop.reserve_s = RESERVE * checkpoints.last_s

@@ -112,9 +112,10 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
         problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
         groups = make_groups(settings, model, layout, Images(dataset.image_size))
         state = build_state(model, layout, groups, settings)
-        with stop_agreement(topology.world, ReceivedSignal(), None) as stop:
+        received = ReceivedSignal()
+        with stop_agreement(topology.world, received, None) as stop:
             context = RunContext(state, problem, settings, transport, heartbeat, stop)
-            status = run_to_end(topology, files, context, Checkpoints("10"), None)
+            status = run_to_end(topology, files, context, Checkpoints("10", received), None)
     assert status == "completed"
     (early, held_early), (late, held_late) = samples
     assert held_late == held_early

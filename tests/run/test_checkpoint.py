@@ -270,7 +270,7 @@ class Run:
             yield repeatable(record)
 
     def save(self, files: RunDirectory | None) -> None:
-        write_checkpoint(self.topology, files, self.context, Checkpoints("off"))
+        write_checkpoint(self.topology, files, self.context, Checkpoints("off", ReceivedSignal()))
 
     def restore(self, files: RunDirectory | None) -> checkpoint.Restored:
         if self.context.behind is not None:
