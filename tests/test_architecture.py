@@ -39,9 +39,8 @@ PLAIN = ("base", "settings", "config")
 # Of other folders: what programs import before they have read their flags.
 EARLY = (
     "methods.declared",
-    "diagnosis.launcher",
+    "diagnosis.findings",
     "diagnosis.library",
-    "diagnosis.options",
     "run.program",
 )
 WITHOUT_MPI = (*PLAIN, "data", "models", "compress", "pruning")

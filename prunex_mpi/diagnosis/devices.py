@@ -15,7 +15,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology, library_name
-from prunex_mpi.diagnosis.launcher import check_launcher
+from prunex_mpi.diagnosis.findings import check_launcher
 from prunex_mpi.diagnosis.probe import BEGUN, PASSED, TRIALS
 from prunex_mpi.diagnosis.ranks import device_buffers_on_cpu, device_buffers_refused
 

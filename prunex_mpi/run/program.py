@@ -12,7 +12,7 @@ from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import abort_job
 from prunex_mpi.base.single_process import open_closed_streams, say_error
-from prunex_mpi.diagnosis.launcher import launcher_rank
+from prunex_mpi.diagnosis.findings import launcher_rank
 from prunex_mpi.diagnosis.library import REDUCTIONS
 from prunex_mpi.run.watchdog import Watchdog
 

@@ -27,6 +27,7 @@ from prunex_mpi.diagnosis import examine
 from prunex_mpi.diagnosis import library as findings_library
 from prunex_mpi.diagnosis import probe as doctor_probe
 from prunex_mpi.diagnosis import ranks as findings_ranks
+from prunex_mpi.diagnosis.examine import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
 from prunex_mpi.diagnosis.facts import (
     bytes_free,
     cores_of_the_job,
@@ -35,10 +36,17 @@ from prunex_mpi.diagnosis.facts import (
     gather_facts,
     thread_level,
 )
-from prunex_mpi.diagnosis.findings import SEVERITIES, Finding, RankFacts, errors, per_machine
-from prunex_mpi.diagnosis.launcher import check_launcher, describe_launcher, launcher_rank
-from prunex_mpi.diagnosis.links import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
-from prunex_mpi.diagnosis.options import parse
+from prunex_mpi.diagnosis.findings import (
+    SEVERITIES,
+    Finding,
+    RankFacts,
+    check_launcher,
+    describe_launcher,
+    errors,
+    launcher_rank,
+    per_machine,
+)
+from prunex_mpi.doctor import parse
 from prunex_mpi.run import start
 
 CPU = torch.device("cpu")
