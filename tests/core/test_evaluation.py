@@ -46,7 +46,7 @@ from prunex_mpi.core.task import EVALUATION_BATCH
 from prunex_mpi.data.batches import BatchStream, Look, Shard, evaluation_batches
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 

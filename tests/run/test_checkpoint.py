@@ -52,11 +52,10 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.loading import load_dataset
 from prunex_mpi.run.problem import build_problem
 from prunex_mpi.run.snapshot import contents, misfit, put_common
-from prunex_mpi.run.supervision import Checkpoints, write_checkpoint
+from prunex_mpi.run.supervision import Checkpoints, outer_iterations, write_checkpoint
 from prunex_mpi.settings.fields import Settings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
