@@ -27,12 +27,7 @@ from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_tex
 from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.core.threads import set_threads
-from prunex_mpi.diagnosis.devices import (
-    choose_device,
-    claimed_cuda_support,
-    probe,
-    probe_between,
-)
+from prunex_mpi.diagnosis.devices import choose_device, claimed_cuda_support, probe
 from prunex_mpi.diagnosis.facts import existing_folder, gather_facts, software_versions
 from prunex_mpi.diagnosis.findings import (
     SEVERITIES,
@@ -86,10 +81,6 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
         heartbeat.enter("probe")
         claimed, probed = ask_mpi(topology, settings.mpi_buffers, device, options.quick, heartbeat)
         hosts = list(dict.fromkeys(fact.host for fact in facts))
-        between = None
-        # Where one host shows that it can't be, or is not to be tried.
-        if probed is not None and len(hosts) > 1 and not any(probed.values()):
-            between = probe_between(device.type, hosts)
         wait_asleep(topology.world)
         if world.rank == 0:
             staged = goes_through_host(settings.mpi_buffers, device.type, claimed, probed)
@@ -100,7 +91,7 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
                 *check_library(facts, staged),
                 *check_shared_folder(settings.run_dir, problems),
                 *check_mpi_buffers(settings.mpi_buffers, device.type, claimed, probed),
-                *check_between(settings.mpi_buffers, hosts, between),
+                *check_between(hosts, probed),
             ]
             print(format_software(), format_topology(facts), sep="\n\n", end="\n\n")
             print(format_findings(findings), flush=True)
