@@ -39,14 +39,15 @@ PLAIN = ("base", "settings", "config")
 # Of other folders: what programs import before they have read their flags.
 EARLY = (
     "methods.declared",
-    "diagnosis.launcher",
+    "diagnosis.findings",
     "diagnosis.library",
-    "diagnosis.options",
     "run.program",
 )
 WITHOUT_MPI = (*PLAIN, "data", "models", "compress", "pruning")
 # All that communication knows of mathematics: that a vector has segments.
 KNOWN_TO_COMM = "models.layout"
+# The algorithm, of which `replicate` is the face: it knows no data set and no file of one.
+ALGORITHM = ("comm", "compress", "models", "pruning", "core", "methods", "replica")
 HEAVY = {"torch", "torchvision", "mpi4py", "numpy"}
 
 LONGEST_MODULE, LONGEST_PROGRAM, MOST_PARAMETERS = 600, 75, 8
@@ -224,6 +225,13 @@ def test_communication_knows_no_mathematics():
     assert found(look, in_folders(["comm"])) == {}
 
 
+def test_the_algorithm_knows_no_data_set():
+    def look(module: str) -> list[str]:
+        return [target for target in graph()[module] if target.startswith("data.")]
+
+    assert found(look, in_folders(ALGORITHM)) == {}
+
+
 def test_modules_stay_short():
     def look(module: str) -> int:
         path = PACKAGE / f"{module.replace('.', '/')}.py"
@@ -344,6 +352,19 @@ def test_what_the_trees_promise_is_what_python_loads():
         "assert not {'torch', 'mpi4py', 'matplotlib', 'jinja2'} & set(sys.modules)\n"
         f"{loading([*in_folders(WITHOUT_MPI), *alone])}assert 'mpi4py' not in sys.modules\n"
     )
+    assert_runs(program)
+
+
+def test_replicate_loads_neither_data_sets_nor_images():
+    assert_runs(
+        f"import sys\nimport {NAME}\n{NAME}.replicate\n"
+        "loaded = [name for name in sys.modules if name.split('.')[0] in ('torchvision', 'PIL')]\n"
+        f"assert not loaded and '{NAME}.data' not in sys.modules\n"
+    )
+
+
+def assert_runs(program: str) -> None:
+    """Run a program with the package on its path."""
     paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     result = subprocess.run(

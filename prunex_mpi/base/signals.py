@@ -1,15 +1,21 @@
-"""Handle signals for the time of a block; programs do so before they import what is slow."""
+"""Handle signals for the time of a block, which programs do before slow imports; end a job."""
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
+
+from prunex_mpi.base.errors import FAILURE
 
 # What schedulers send before they kill (some SIGUSR2, or SIGXCPU), and Ctrl-C.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT)
 INTERRUPTED = b"\nprunex_mpi: leaving with a checkpoint; Ctrl-C again ends at once\n"
+# A launcher may drop what was said just before an abort, or be unable to abort.
+FLUSH_S, ABORT_LIMIT_S = 0.5, 5
 
 
 @dataclass
@@ -17,12 +23,13 @@ class ReceivedSignal:
     """The number of the last signal that asked this rank to stop, 0 for none.
 
     `training` says that there is something to keep: before, Ctrl-C ends the job as anywhere else.
-    A rank that is not `quiet` tells the user of Ctrl-C.
+    A rank that is not `quiet` tells the user of Ctrl-C. So many outer iterations are `kept`.
     """
 
     number: int = 0
     training: bool = False
     quiet: bool = False
+    kept: int = 0
 
 
 @contextmanager
@@ -38,10 +45,38 @@ def catching() -> Iterator[ReceivedSignal]:
             if not received.quiet:
                 # No log or print, which may be what was interrupted.
                 os.write(2, INTERRUPTED)
+        elif number == signal.SIGTERM and received.training and not received.quiet:
+            tell_terminal(
+                f"\nprunex_mpi: told to end; if the launcher leaves no time for a checkpoint, all "
+                f"after outer iteration {received.kept} is lost\n"
+            )
         received.number = number
 
     with handling(SIGNALS, note):
         yield received
+
+
+def tell_terminal(text: str) -> None:
+    """Write to the terminal of this process, if there is one.
+
+    At a Ctrl-C Open MPI's mpirun hands nothing on any more of what its ranks say, and kills them
+    half a second after a SIGTERM.
+    """
+    try:
+        terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:
+        return
+    with suppress(OSError):
+        os.write(terminal, text.encode())
+    os.close(terminal)
+
+
+def abort_job(world: Any) -> None:
+    """End all ranks of `world`, a communicator, now; may be called from any thread."""
+    time.sleep(FLUSH_S)
+    # Where the library can't, the system ends this rank and the launcher the others.
+    signal.alarm(ABORT_LIMIT_S)
+    world.Abort(FAILURE)
 
 
 @dataclass

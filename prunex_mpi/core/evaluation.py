@@ -36,7 +36,6 @@ from prunex_mpi.core.state import (
     weights,
     wires_of,
 )
-from prunex_mpi.data.batches import Shard, images_at_once
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.draws import keeping_draws
 from prunex_mpi.models.dummy_input import keeping
@@ -210,7 +209,6 @@ def _is_kept(state: State) -> bool:
 PASSING, LASTING = "passing", "lasting"
 # Per rank: the statistics of a channel settle within a few thousand activations.
 RECALIBRATION_BATCHES = 8
-EVALUATION_BATCH = 256
 
 
 @torch.no_grad()
@@ -280,10 +278,9 @@ def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, floa
     # On the device, so that no batch is waited for.
     found, count = torch.zeros(2, dtype=torch.float64, device=state.theta.device), 0
     loss = problem.task.tested_by(problem.loss)
-    at_once = images_at_once(shard) if isinstance(shard, Shard) else EVALUATION_BATCH
     problem.model.eval()
     with keeping_draws(state.theta.device), weights(state, state.z):
-        for images, labels in problem.batches(shard, batch_size=min(at_once, EVALUATION_BATCH)):
+        for images, labels in problem.batches(shard, batch_size=problem.at_once):
             # Without the batch's number: who has fewer of them must not look late.
             context.heartbeat.beat(0)
             outputs = problem.model(images)

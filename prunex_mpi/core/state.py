@@ -1,6 +1,6 @@
 """The variables of a run on one rank, and the operations that touch several of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -21,10 +21,7 @@ from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.losses import Loss, Teacher
 from prunex_mpi.core.message import Message
 from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
-from prunex_mpi.core.task import IMAGES, Task
-from prunex_mpi.data.batches import BatchStream, Shard
-from prunex_mpi.data.decoding import Reader
-from prunex_mpi.data.text import Windows, WindowStream
+from prunex_mpi.core.task import EVALUATION_BATCH, IMAGES, Reader, Stream, Task
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout, flatten_
@@ -150,28 +147,30 @@ class Problem:
     values in 0..1. No loss below `guess_loss`, that of guessing, is a divergence. `reader` decodes
     images that are files; all ranks have one or none. `digest` tells other data sets apart. `rate`
     returns the learning rate where its schedule is somebody's own. BatchNorm's statistics are
-    estimated on `calibration_batches`, 0 for a few of an epoch.
+    estimated on `calibration_batches`, 0 for a few of an epoch. At most `at_once` samples are
+    evaluated at a time.
     """
 
     model: nn.Module
     forward: Callable[[Tensor], Tensor]
     loss: Loss
-    train: BatchStream | WindowStream
-    train_shard: Shard | Windows
-    test: Shard | Windows | None
+    train: Stream
+    train_shard: Sized | None
+    test: Sized | None
     batches: Callable[..., Iterator[tuple[Tensor, Tensor]]]
     steps: int
     mean: Tensor
     std: Tensor
     guess_loss: float = 0.0
     lr_scale: float = 1.0
-    kept_back: Shard | Windows | None = None
+    kept_back: Sized | None = None
     reader: Reader | None = None
     teacher: Teacher | None = None
     digest: str = ""
     task: Task = IMAGES
     rate: Callable[[], float] | None = None
     calibration_batches: int = 0
+    at_once: int = EVALUATION_BATCH
     inputs: Inputs | None = None
 
 

@@ -8,19 +8,40 @@
 | tests take | the loss of the run | cross-entropy |
 | an evaluation comes to | loss, accuracy | loss, perplexity, bits per byte |
 
-What data are read, and how, is told apart in core/loading.py.
+What data are read, and how, is told apart in run/loading.py.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.record_keys import SPEED
 from prunex_mpi.core.losses import Loss, cross_entropy
+
+# Samples that are evaluated at a time, unless they are large.
+EVALUATION_BATCH = 256
+
+
+class Stream(Protocol):
+    """Endless batches of this rank's part of a data set; `waited` are the seconds of the last."""
+
+    batch_size: int
+    steps_per_epoch: int
+    waited: float
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Return the next batch."""
+
+
+class Reader(Protocol):
+    """Reads samples while a run goes on; `error` is the first that it has met."""
+
+    error: UserError | None
 
 
 @dataclass(frozen=True)

@@ -298,19 +298,3 @@ def hold_out(order: Tensor, labels: Tensor, share: float) -> tuple[Tensor, Tenso
             f"val-split {share}: no class has enough of the {len(order)} training images; raise it"
         )
     return order[~held], order[held]
-
-
-def places_in_draw(labels: Tensor, before: Tensor, each: int) -> tuple[Tensor, Tensor]:
-    """Return which images of a shard are drawn, and where they stand among all that are.
-
-    `each` images of every class, class by class: the first ones of it, in the order of the ranks
-    and their shards. `before`, int64 [classes], are the images of each class on the ranks before.
-    Returns int64 indices into the shard, and as many places.
-    """
-    counts = torch.bincount(labels, minlength=before.numel())
-    order = torch.argsort(labels, stable=True)
-    of_class = labels[order]
-    first = torch.cumsum(counts, 0) - counts
-    number = before[of_class] + torch.arange(labels.numel()) - first[of_class]
-    drawn = number < each
-    return order[drawn], of_class[drawn] * each + number[drawn]

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import torch
 
@@ -14,9 +13,9 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.comm.topology import Topology, library_name
-from prunex_mpi.diagnosis.launcher import check_launcher
-from prunex_mpi.diagnosis.probe import BEGUN, PASSED, TRIALS
+from prunex_mpi.comm.topology import Topology
+from prunex_mpi.diagnosis.findings import check_launcher
+from prunex_mpi.diagnosis.probe import PASSED, TRIALS
 from prunex_mpi.diagnosis.ranks import device_buffers_on_cpu, device_buffers_refused
 
 PROBE_TIMEOUT_S, PROBE_RANKS = 60, 2
@@ -39,13 +38,6 @@ LAUNCHER_PREFIXES = (
     "OMPI_UNIVERSE_SIZE",
     "OMPI_MCA_orte",
     "PRTE_LAUNCHED",
-)
-# What users set for hydra to reach other hosts.
-OF_THE_USER = ("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "HYDRA_IFACE")
-# Of Slurm's, what makes a process one of a step; the rest names the allocation.
-STEP_PREFIXES = (
-    *("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID"),
-    *("SLURM_GTIDS", "SLURM_SRUN", "SLURM_LAUNCH", "SLURM_MPI_TYPE", "SLURM_PMI"),
 )
 
 
@@ -111,74 +103,36 @@ def probe(device: str, operation: str = "") -> str:
     ends with a segmentation fault, hence a separate job, of two ranks on this host: what lies
     between nodes is not tried. One rank exchanges nothing, so without an mpiexec nothing is right.
     """
-    return _try([device, *([operation] if operation else TRIALS)])[1]
-
-
-def probe_between(device: str, hosts: Sequence[str]) -> tuple[bool, str]:
-    """Try all collectives of `probe.py` on `device` between the first and the last of `hosts`.
-
-    Not their speed. Returns whether the job began there, which takes a launcher that reaches them
-    from here (ssh, or srun inside an allocation of Slurm), and what went wrong, "" for nothing.
-    """
-    return _try([device], (hosts[0], hosts[-1]))
-
-
-def _try(words: list[str], hosts: Sequence[str] = ()) -> tuple[bool, str]:
-    """Run the probe; return whether its ranks found each other, and what went wrong."""
-    begun, passed = (words.format(PROBE_RANKS) for words in (BEGUN, PASSED))
-    command = [sys.executable, "-m", "prunex_mpi.diagnosis.probe", *words]
     launcher = shutil.which("mpiexec")
     if launcher is None:
-        return False, "there is no mpiexec on PATH to try it with"
+        return "there is no mpiexec on PATH to try it with"
+    words = [device, *([operation] if operation else TRIALS)]
     try:
-        result = run_separately(command, launcher, PROBE_TIMEOUT_S, hosts)
-    except OSError as error:
-        return False, f"the probe did not end: {type(error).__name__}"
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        return begun in str(said), f"the probe did not end: {type(error).__name__}"
-    together = begun in result.stdout
-    if result.returncode == 0 and passed in result.stdout:
-        return together, ""
+        result = run_separately(["-m", "prunex_mpi.diagnosis.probe", *words], launcher)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"the probe did not end: {type(error).__name__}"
+    if result.returncode == 0 and PASSED.format(PROBE_RANKS) in result.stdout:
+        return ""
     if result.returncode == 0:
-        return together, f"{launcher} starts no job of {PROBE_RANKS} ranks: it is of another MPI"
-    output = (result.stdout + result.stderr).replace(begun, "").strip().splitlines()
+        return f"{launcher} starts no job of {PROBE_RANKS} ranks: it is of another MPI"
     # Launchers frame in dashes or stars what they say, and say something after a rank has.
-    output = [line for line in output if any(map(str.isalnum, line))]
+    output = [x for x in (result.stdout + result.stderr).splitlines() if any(map(str.isalnum, x))]
     output = [line for line in output if "Error:" in line] or output
-    problem = f"code {result.returncode}: {output[-1] if output else 'no output'}"
-    return together, f"the probe ended with {problem}"
+    return f"the probe ended with code {result.returncode}: {(output or ['no output'])[-1].strip()}"
 
 
-def run_separately(
-    command: list[str], launcher: str, timeout_s: float, hosts: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
-    """Run `command` as a job of two ranks of its own, even from inside a job: here, or on `hosts`.
+def run_separately(words: list[str], launcher: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with `words` as a job of its own on this host, even from inside a job.
 
     Raises OSError or subprocess.TimeoutExpired when it cannot start or does not end.
     """
-    dropped = LAUNCHER_PREFIXES
-    if hosts:
-        # Slurm's mpiexec starts what it needs on other hosts by srun, beside the step of this job.
-        dropped = (*(p for p in dropped if p != "SLURM"), *STEP_PREFIXES)
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(dropped) or (hosts and name in OF_THE_USER)
-    }
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
-    places: list[str] = []
-    if hosts:
-        environment["SLURM_OVERLAP"] = "1"
-        places = ["-hosts", ",".join(hosts), "-ppn", "1"]
-    if hosts and library_name().startswith("Open MPI"):
-        places = ["--host", ",".join(f"{host}:1" for host in hosts)]
-        places += ["-x", "PYTHONPATH"] if "PYTHONPATH" in environment else []
     return subprocess.run(
-        [launcher, *places, "-n", str(PROBE_RANKS), *command],
+        [launcher, "-n", str(PROBE_RANKS), sys.executable, *words],
         env=environment,
-        timeout=timeout_s,
+        timeout=PROBE_TIMEOUT_S,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -6,12 +6,14 @@ import secrets
 import socket
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpi4py import MPI
@@ -20,22 +22,23 @@ from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, format_table
+from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text, run_on_first
 from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.core.threads import set_threads
-from prunex_mpi.diagnosis.devices import (
-    choose_device,
-    claimed_cuda_support,
-    probe,
-    probe_between,
-)
+from prunex_mpi.diagnosis.devices import choose_device, claimed_cuda_support, probe
 from prunex_mpi.diagnosis.facts import existing_folder, gather_facts, software_versions
-from prunex_mpi.diagnosis.findings import SEVERITIES, Finding, RankFacts, errors
-from prunex_mpi.diagnosis.launcher import check_launcher, describe_launcher, launcher_rank
+from prunex_mpi.diagnosis.findings import (
+    SEVERITIES,
+    Finding,
+    RankFacts,
+    check_launcher,
+    describe_launcher,
+    errors,
+    launcher_rank,
+)
 from prunex_mpi.diagnosis.library import check_library
-from prunex_mpi.diagnosis.links import Link, measure_links, wait_asleep
-from prunex_mpi.diagnosis.options import Options
 from prunex_mpi.diagnosis.probe import TRIALS
 from prunex_mpi.diagnosis.ranks import (
     check_between,
@@ -51,9 +54,17 @@ SINGLETON_GRACE_S = 5.0
 FILE_LIMIT_S = 5.0
 PAUSE_S = 0.1
 WIDTH = 100
+LATENCY_BYTES = 8
+BANDWIDTH_BYTES = 4 * MIB
+ALLREDUCE_BYTES = 16 * MIB
+WARM_UP_TURNS = 3
+MAX_TURNS = 1000
+# For each of the at most five measurements.
+LIMIT_S = 1.0
+NAP_S = 0.01
 
 
-def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
+def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
     """Look at everything in turn; only world rank 0 prints. Collective on `world`."""
     findings = check_launcher(world.size, os.environ, terminal=os.isatty(0))
     if errors(findings):
@@ -70,10 +81,6 @@ def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
         heartbeat.enter("probe")
         claimed, probed = ask_mpi(topology, settings.mpi_buffers, device, options.quick, heartbeat)
         hosts = list(dict.fromkeys(fact.host for fact in facts))
-        between = None
-        # Where one host shows that it can't be, or is not to be tried.
-        if probed is not None and len(hosts) > 1 and not any(probed.values()):
-            between = probe_between(device.type, hosts)
         wait_asleep(topology.world)
         if world.rank == 0:
             staged = goes_through_host(settings.mpi_buffers, device.type, claimed, probed)
@@ -84,7 +91,7 @@ def examine(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
                 *check_library(facts, staged),
                 *check_shared_folder(settings.run_dir, problems),
                 *check_mpi_buffers(settings.mpi_buffers, device.type, claimed, probed),
-                *check_between(settings.mpi_buffers, hosts, between),
+                *check_between(hosts, probed),
             ]
             print(format_software(), format_topology(facts), sep="\n\n", end="\n\n")
             print(format_findings(findings), flush=True)
@@ -106,7 +113,7 @@ def check_time_limit(environment: Mapping[str, str], now: float) -> list[Finding
     return [Finding("error", "time limit", problem, UNSET)] if problem else []
 
 
-def report_singleton(findings: list[Finding], options: Options) -> int:
+def report_singleton(findings: list[Finding], options: Namespace) -> int:
     """Report once that the job fell apart into jobs of one process."""
     if launcher_rank(os.environ):
         time.sleep(SINGLETON_GRACE_S)
@@ -203,6 +210,118 @@ def find_token(run_dir: str, left: dict[str, str], limit_s: float = FILE_LIMIT_S
             folder = os.path.dirname(left["path"])
             return f"what rank 0 wrote to {folder} can't be opened ({problem})"
         time.sleep(PAUSE_S)
+
+
+# --------------------------------------------------------------------------------------------------
+# Links, measured while the other ranks sleep
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Link:
+    """One measurement: `between` whom, of what size, the median of `turns` times."""
+
+    what: str
+    between: str
+    size_bytes: int
+    seconds: float
+    turns: int
+
+
+def measure_links(
+    topology: Topology, limit_s: float = LIMIT_S, beat: Callable[[], None] = lambda: None
+) -> list[Link]:
+    """Return what the links are worth on world rank 0, an empty list elsewhere.
+
+    Collective on `world`, `node` and `leader`. Which measurements there are depends only on the
+    sizes of the nodes, which all ranks know.
+    """
+    sizes, leader = topology.node_sizes, topology.leader
+    largest = sizes.index(max(sizes))
+    last = len(sizes) - 1
+    in_largest = topology.node if topology.node_index == largest else MPI.COMM_NULL
+    links = []
+
+    def pairs(comm: MPI.Comm, other: int, where: str) -> None:
+        for what, size in (("latency", LATENCY_BYTES), ("bandwidth", BANDWIDTH_BYTES)):
+            member = comm != MPI.COMM_NULL and comm.rank in (0, other)
+            times = ping_pong(comm, other, size, limit_s) if member else []
+            links.append(_link(topology.world, what, where, size, times))
+            beat()
+
+    if sizes[largest] > 1:
+        pairs(in_largest, 1, f"inside node {largest}")
+    if last > 0:
+        pairs(leader, last, f"nodes 0 and {last}")
+        times = time_allreduce(leader, ALLREDUCE_BYTES, limit_s) if topology.is_leader else []
+        where = f"{len(sizes)} leaders"
+        links.append(_link(topology.world, "Allreduce", where, ALLREDUCE_BYTES, times))
+        beat()
+    return [] if topology.world.rank else links
+
+
+def ping_pong(comm: MPI.Comm, other: int, size_bytes: int, limit_s: float) -> list[float]:
+    """Return half the round trip times between ranks 0 and `other`, in seconds; [] on `other`.
+
+    Only these two call it. The first byte says whether there is another turn, so that only rank 0
+    needs to look at its clock.
+    """
+    data = np.zeros(size_bytes, dtype=np.uint8)
+    if comm.rank == other:
+        data[0] = 1
+        while data[0]:
+            comm.Recv(data, source=0)
+            comm.Send(data, dest=0)
+        return []
+    times = []
+    limit = time.perf_counter() + limit_s
+    more = True
+    while more:
+        start = time.perf_counter()
+        more = len(times) < WARM_UP_TURNS or (start < limit and len(times) < MAX_TURNS)
+        data[0] = more
+        comm.Send(data, dest=other)
+        comm.Recv(data, source=other)
+        times.append((time.perf_counter() - start) / 2)
+    return times[WARM_UP_TURNS:]
+
+
+def time_allreduce(comm: MPI.Comm, size_bytes: int, limit_s: float) -> list[float]:
+    """Return the times of a float32 Allreduce SUM, in seconds. Collective on `comm`."""
+    data = np.zeros(size_bytes // 4, dtype=np.float32)
+    total = np.empty_like(data)
+    times = []
+    more = np.ones(1, dtype=np.uint8)
+    limit = time.perf_counter() + limit_s
+    while more[0]:
+        comm.Barrier()
+        start = time.perf_counter()
+        comm.Allreduce(data, total, op=MPI.SUM)
+        end = time.perf_counter()
+        times.append(end - start)
+        more[0] = len(times) <= WARM_UP_TURNS or (end < limit and len(times) < MAX_TURNS)
+        comm.Bcast(more, root=0)
+    return times[WARM_UP_TURNS:]
+
+
+def wait_asleep(world: MPI.Comm) -> None:
+    """Wait for all ranks without keeping a core busy. Collective on `world`."""
+    request = world.Ibarrier()
+    while not request.Test():
+        time.sleep(NAP_S)
+
+
+def _link(world: MPI.Comm, what: str, where: str, size_bytes: int, times: list[float]) -> Link:
+    """Return the slowest rank's median once all ranks are here. Collective on `world`."""
+    wait_asleep(world)
+    found = np.array([np.median(times) if times else 0.0, len(times)])
+    world.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
+    return Link(what, where, size_bytes, float(found[0]), int(found[1]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables
+# --------------------------------------------------------------------------------------------------
 
 
 def format_software() -> str:

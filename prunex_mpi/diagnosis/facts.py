@@ -18,9 +18,7 @@ from prunex_mpi.base.cores import cores_of, cpu_limit
 from prunex_mpi.base.units import number
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name
-from prunex_mpi.core.loading import gpu_identity
-from prunex_mpi.diagnosis.findings import RankFacts
-from prunex_mpi.diagnosis.launcher import describe_launcher
+from prunex_mpi.diagnosis.findings import RankFacts, describe_launcher
 from prunex_mpi.diagnosis.library import SETTINGS
 from prunex_mpi.diagnosis.machine import package_versions
 from prunex_mpi.diagnosis.ranks import MUST_AGREE
@@ -118,6 +116,14 @@ def describe_gpu(device: torch.device) -> tuple[str, str]:
     if device.type != "cuda":
         return "", ""
     return torch.cuda.get_device_name(device), gpu_identity(device)
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Return what the GPU is known by on all machines, as its number is not."""
+    if uuid := getattr(torch.cuda.get_device_properties(device), "uuid", ""):
+        return str(uuid)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{MPI.Get_processor_name()}/{visible}/{device.index}"
 
 
 def allocator_settings(environment: Mapping[str, str]) -> str:

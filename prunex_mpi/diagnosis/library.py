@@ -1,4 +1,4 @@
-"""Judge the MPI library: its threads, its progress, and algorithms that send more than they need.
+"""Judge the MPI library: its threads, and algorithms that send more than they need.
 
 What the environment has set is not told again. Figures were measured with Open MPI 5.0.11.
 """
@@ -20,13 +20,6 @@ HAN_SEGMENTS = "OMPI_MCA_coll_han_allreduce_segsize"
 HAN_PRIORITY = "OMPI_MCA_coll_han_priority"
 SOCKETS = "OMPI_MCA_btl_tcp_links"
 LAYERS, WAYS = "OMPI_MCA_pml", "OMPI_MCA_btl"
-# Variables for a thread of the library's own, by what the name of the library holds: in this order,
-# since Cray's is an MPICH.
-PROGRESS = {
-    "CRAY": "MPICH_ASYNC_PROGRESS",
-    "INTEL": "I_MPI_ASYNC_PROGRESS",
-    "MPICH": "MPIR_CVAR_ASYNC_PROGRESS",
-}
 # What a rank tells of its environment.
 SETTINGS = (
     MPI4PY_THREADS,
@@ -38,14 +31,12 @@ SETTINGS = (
     SOCKETS,
     LAYERS,
     WAYS,
-    *PROGRESS.values(),
 )
 # A ring, and Rabenseifner's algorithm; else 0 chooses, and chooses a binomial tree below 4 ranks.
 GOOD_REDUCTIONS = ("1", "ring", "3", "rabenseifner")
 LEAST_RING = 4
 HAN_SEGMENT_BYTES = 64 * 2**10
 GOOD_SEGMENT_BYTES = 512 * 2**10
-OFF = ("", "0", "no", "off", "disable", "false")
 # Of coll/tuned, which is chosen where HAN's is lower.
 TUNED_PRIORITY = 30
 
@@ -54,7 +45,6 @@ def check_library(facts: Sequence[RankFacts], staged: bool) -> list[Finding]:
     """Do every check of the MPI library; `staged` says that CUDA tensors go through host memory."""
     return [
         *check_thread_level(facts),
-        *check_progress(facts),
         *check_agreement(facts),
         *check_reductions(facts, staged),
         *check_segments(facts),
@@ -74,22 +64,6 @@ def check_thread_level(facts: Sequence[RankFacts]) -> list[Finding]:
         "has a thread of its own"
     )
     return [Finding("warning", "MPI threads", reason, _more_threads(least))]
-
-
-def check_progress(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Tell that non-blocking collectives stand still while Python computes, where they do."""
-    if len(facts) == 1:
-        return []
-    name = _library(facts).upper()
-    variable = next((PROGRESS[key] for key in PROGRESS if key in name), "")
-    if variable and all(r.mpi_settings.get(variable, "").lower() not in OFF for r in facts):
-        return []
-    reason = (
-        "non-blocking collectives stand still while Python computes; nothing needs to be done: "
-        "gradients are moved on between layers, --overlap-steps has a thread of its own"
-    )
-    remedy = f"{variable}=1 gives MPI a thread too, for a core per rank" if variable else ""
-    return [Finding("note", "MPI progress", reason, remedy)]
 
 
 def check_agreement(facts: Sequence[RankFacts]) -> list[Finding]:

@@ -24,7 +24,7 @@ SPEED_MIB, SPEED_TURNS = 16, 6
 # memory took 3.7 to 4.4 times as long on one H200 as pinned buffers of ours.
 SLOWER = 1.2
 # Of how many ranks: a launcher of another MPI starts jobs of one.
-BEGUN, PASSED = "probe began on {} ranks", "probe passed on {} ranks"
+PASSED = "probe passed on {} ranks"
 # A launcher may drop what was said just before an abort.
 FLUSH_S = 0.5
 
@@ -149,10 +149,6 @@ TRIALS = {
 def main(device: str, *operations: str) -> None:
     """Try `operations`, by default all but the speed, on `device` tensors; say that they passed."""
     world = MPI.COMM_WORLD
-    # Whatever the device does, these ranks have found each other.
-    world.Barrier()
-    if world.rank == 0:
-        print(BEGUN.format(world.size), flush=True)
     if device == "cuda":
         # As ranks of training, each on a GPU of its own; where there is none torch says so.
         torch.cuda.set_device(world.rank % max(1, torch.cuda.device_count()))

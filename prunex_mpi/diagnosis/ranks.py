@@ -271,27 +271,13 @@ def check_mpi_buffers(
     return findings
 
 
-def check_between(
-    requested: str, hosts: Sequence[str], tried: tuple[bool, str] | None
-) -> list[Finding]:
-    """Judge what the probe found between the first and the last of `hosts`; None: not tried.
-
-    `tried` is what `probe_between` returns.
-    """
-    if tried is None:
+def check_between(hosts: Sequence[str], probed: Mapping[str, str] | None) -> list[Finding]:
+    """Say what was not tried where CUDA buffers passed on one of several hosts."""
+    if probed is None or len(hosts) == 1 or any(probed.values()):
         return []
-    begun, problem = tried
-    subject, where = "CUDA-aware MPI", f"between {hosts[0]} and {hosts[-1]}"
-    if not begun:
-        reason = f"not tried {where}: no job of its own could be started there ({problem})"
-        remedy = "start python -m prunex_mpi.diagnosis.probe cuda as the job is to be started"
-        return [Finding("note", subject, reason, remedy)]
-    if not problem:
-        return [Finding("ok", subject, f"every operation passed on CUDA buffers {where}")]
-    if requested == "device":
-        return [_overridden(f"{where}: {problem}")]
-    reason = f"{where}: {problem}; training, which tries one host alone, would hand them over"
-    return [Finding("error", subject, reason, "give --mpi-buffers host")]
+    reason = f"CUDA buffers were tried on {hosts[0]} alone, not on the way to other hosts"
+    remedy = "start python -m prunex_mpi.diagnosis.probe cuda as the job is to be started"
+    return [Finding("note", "CUDA-aware MPI", reason, remedy)]
 
 
 def goes_through_host(

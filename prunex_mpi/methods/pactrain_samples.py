@@ -9,8 +9,9 @@ Of text, which has no classes to balance, it is windows at even distances over a
 train on, in two halves and the same for any number of ranks as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sized
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.evaluation import check_readable
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.data.batches import Shard, part_of
-from prunex_mpi.data.datasets import places_in_draw
-from prunex_mpi.data.text import Windows
+from prunex_mpi.core.task import IMAGES
 
 # A batch holds at most so many pixels, 512 images of 32x32: second derivatives take memory.
 BATCH_PIXELS = 2**19
@@ -43,15 +42,18 @@ def batches_to_score(everyone: Wire, context: RunContext) -> Batches:
     """
     problem = context.problem
     shard, stream = problem.train_shard, problem.train
-    of_text = isinstance(shard, Windows)
-    pieces = windows_apart(shard, stream.stop) if of_text else halves_of(everyone, shard)
+    of_images = problem.task is IMAGES
+    pieces = halves_of(everyone, shard) if of_images else windows_apart(shard, stream.stop)
     check_readable(everyone.comm, context)
     mine = pieces[everyone.comm.rank :: everyone.comm.size]
     return [batch for piece in mine for batch in problem.batches(piece, batch_size=len(piece))]
 
 
-def windows_apart(shard: Windows, stop: int) -> list[Windows]:
-    """Return windows at even distances before token `stop`, in pieces, each a batch."""
+def windows_apart(shard: Any, stop: int) -> list[Sized]:
+    """Return windows at even distances before token `stop`, in pieces, each a batch.
+
+    `shard` are `data.text.Windows`, which `starts` and `context` tell.
+    """
     context = shard.context
     there = (stop - 1) // context
     count = min(WINDOWS, there)
@@ -73,16 +75,20 @@ def pieces_of_halves(size: int, most: int) -> list[slice]:
     return pieces
 
 
-def halves_of(everyone: Wire, shard: Shard) -> Sequence[Shard]:
+def halves_of(everyone: Wire, shard: Any) -> list[Sized]:
     """Return the same images on all ranks in pieces, each a batch. Collective on `world`."""
     drawn = draw_balanced(everyone, shard, SAMPLES)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
-    return [part_of(drawn, piece) for piece in pieces_of_halves(len(drawn.labels), most)]
+    return [
+        replace(drawn, images=drawn.images[piece], labels=drawn.labels[piece])
+        for piece in pieces_of_halves(len(drawn.labels), most)
+    ]
 
 
-def draw_balanced(everyone: Wire, shard: Shard, each: int) -> Shard:
+def draw_balanced(everyone: Wire, shard: Any, each: int) -> Any:
     """Return `each` images of every class, class by class.
 
+    `shard` is a `data.batches.Shard`, of images uint8 [n, 3, H, W] and labels int64 [n], CPU.
     The same on all ranks. Collective on `world`. Raises UserError on every rank.
     """
     comm = everyone.comm
@@ -103,4 +109,20 @@ def draw_balanced(everyone: Wire, shard: Shard, each: int) -> Shard:
     images[places] = shard.images[own]
     everyone.reduce_(images.view(-1), MPI.BOR, kind="setup")
     labels = torch.arange(classes).repeat_interleave(each)
-    return Shard(images, labels)
+    return replace(shard, images=images, labels=labels)
+
+
+def places_in_draw(labels: Tensor, before: Tensor, each: int) -> tuple[Tensor, Tensor]:
+    """Return which images of a shard are drawn, and where they stand among all that are.
+
+    `each` images of every class, class by class: the first ones of it, in the order of the ranks
+    and their shards. `before`, int64 [classes], are the images of each class on the ranks before.
+    Returns int64 indices into the shard, and as many places.
+    """
+    counts = torch.bincount(labels, minlength=before.numel())
+    order = torch.argsort(labels, stable=True)
+    of_class = labels[order]
+    first = torch.cumsum(counts, 0) - counts
+    number = before[of_class] + torch.arange(labels.numel()) - first[of_class]
+    drawn = number < each
+    return order[drawn], of_class[drawn] * each + number[drawn]

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -179,9 +178,9 @@ def build(description: Mapping[str, Any]) -> nn.Module:
         if (side // 4) ** 2 > MOST_PATCHES:
             raise ValueError(f"{side} pixels are too many for {name}")
         shape = {"num_layers": 6, "num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}
-        return torchvision.models.VisionTransformer(side, 4, **shape, num_classes=classes)
+        return _torchvision().VisionTransformer(side, 4, **shape, num_classes=classes)
     if name in NARROW_RESNETS:
-        model = NarrowResNet18(NARROW_RESNETS[name], classes)
+        model = _narrow_resnet18(NARROW_RESNETS[name], classes)
     else:
         model = _of_torchvision(name, side, classes)
     if description["stem"] == "cifar":
@@ -189,10 +188,18 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     return model
 
 
+def _torchvision() -> Any:
+    # Here, for who resizes a model of another library alone.
+    import torchvision
+
+    return torchvision.models
+
+
 def _of_torchvision(name: str, side: int, classes: int) -> nn.Module:
     """Return a classifier of torchvision with fresh weights; raise ValueError for others."""
     # Others, of detection or segmentation, would download weights.
-    if name not in torchvision.models.list_models(module=torchvision.models):
+    models = _torchvision()
+    if name not in models.list_models(module=models):
         raise ValueError(f"{name} is not a classifier of torchvision")
     options: dict[str, object] = {}
     if name in WITH_AUXILIARY_HEADS:
@@ -201,10 +208,10 @@ def _of_torchvision(name: str, side: int, classes: int) -> nn.Module:
         options = {"image_size": side}
     elif name == "maxvit_t":
         options = {"input_size": (side, side)}
-    return torchvision.models.get_model(name, weights=None, num_classes=classes, **options)
+    return models.get_model(name, weights=None, num_classes=classes, **options)
 
 
-def set_cifar_stem_(model: torchvision.models.ResNet) -> None:
+def set_cifar_stem_(model: nn.Module) -> None:
     """Replace the 7x7 stem and the pooling, which shrink an image 4 times, by one 3x3 conv."""
     width = model.conv1.out_channels
     model.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)
@@ -212,27 +219,30 @@ def set_cifar_stem_(model: torchvision.models.ResNet) -> None:
     model.maxpool = nn.Identity()
 
 
-class NarrowResNet18(torchvision.models.ResNet):
-    """ResNet-18 with `width` channels in its first stage, and 2, 4, 8 times as many in the others.
+def _narrow_resnet18(width: int, num_classes: int) -> nn.Module:
+    """Return a ResNet-18 with `width` channels in its first stage, 2, 4, 8 times as many later.
 
     torchvision's own option changes the widths inside bottlenecks alone.
     """
+    resnet = _torchvision().resnet
 
-    def __init__(self, width: int, num_classes: int) -> None:
-        self.width = width
-        super().__init__(torchvision.models.resnet.BasicBlock, [2, 2, 2, 2])
-        self.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
-        nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
-        self.bn1 = nn.BatchNorm2d(width)
-        self.fc = nn.Linear(8 * width, num_classes)
+    class NarrowResNet18(resnet.ResNet):
+        def __init__(self) -> None:
+            super().__init__(resnet.BasicBlock, [2, 2, 2, 2])
+            self.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
+            nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
+            self.bn1 = nn.BatchNorm2d(width)
+            self.fc = nn.Linear(8 * width, num_classes)
 
-    def _make_layer(
-        self, block: type[nn.Module], planes: int, blocks: int, **options: Any
-    ) -> nn.Sequential:
-        if planes == 64:
-            # What the stem hands over.
-            self.inplanes = self.width
-        return super()._make_layer(block, planes * self.width // 64, blocks, **options)
+        def _make_layer(
+            self, block: type[nn.Module], planes: int, blocks: int, **options: Any
+        ) -> nn.Sequential:
+            if planes == 64:
+                # What the stem hands over.
+                self.inplanes = width
+            return super()._make_layer(block, planes * width // 64, blocks, **options)
+
+    return NarrowResNet18()
 
 
 class BasicBlock(nn.Module):

@@ -4,9 +4,11 @@ Nothing that is read is executed: safetensors, or torch files with `weights_only
 """
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -28,6 +30,10 @@ SAFE_TORCH = (2, 10)
 # Keys under which a file may hold the state dict, and prefixes that wrappers give its names.
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
+# How libraries name the file that says in which of several files each tensor is.
+INDEX = ".safetensors.index.json"
+# By so many names it is found what others lack.
+TRIED_NAMES = 8
 # Torchvision's first DenseNets were saved under names that it renames when it loads them.
 DENSENET = re.compile(r"^(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.\w+)$")
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
@@ -40,19 +46,52 @@ def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits; raise UserError (UNREADABLE)."""
     digest = hashlib.sha256()
     try:
-        with open_regular(path) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
+        for part in (path, *shards_of(path)):
+            with open_regular(part) as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
     except OSError as error:
         raise UserError(f"cannot read weights {path}: {error.strerror}", UNREADABLE) from None
     return digest.hexdigest()
 
 
+def index_in(folder: Path) -> Path | None:
+    """Return the index of the shards of a model's weights in a folder, None where there is none."""
+    return next(iter(sorted(folder.glob(f"*{INDEX}"))), None)
+
+
+def shards_of(path: Path) -> list[Path]:
+    """Return the files that an index of shards names, none for a file of weights.
+
+    Raises UserError (UNREADABLE) for an index that can't be read, and OSError.
+    """
+    if not path.name.endswith(INDEX):
+        return []
+    with open_regular(path) as file:
+        text = file.read()
+    try:
+        names = sorted({Path(name) for name in json.loads(text)["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        names = []
+    if not names or any(len(name.parts) != 1 for name in names):
+        raise UserError(f"{path} names no shards beside it: save the model again", UNREADABLE)
+    return [path.parent / name for name in names]
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the state dict in a safetensors or torch file, without wrappers and prefixes.
 
-    Raises UserError (UNREADABLE) for a file that can't be read or holds something else.
+    Of an index of shards that of all of them. Raises UserError (UNREADABLE) for a file that can't
+    be read or holds something else.
     """
+    try:
+        shards = shards_of(path)
+    except OSError as error:
+        raise UserError(f"cannot read weights {path}: {error.strerror}", UNREADABLE) from None
+    return {k: t for part in shards for k, t in read_tensors(part).items()} or _read_one(path)
+
+
+def _read_one(path: Path) -> dict[str, Tensor]:
     try:
         with open_regular(path) as file:
             # A safetensors file begins with the length of its header, which is JSON.
@@ -156,13 +195,11 @@ def fit_(
 
     The layer that makes the classes keeps its fresh weights where the file has another number of
     classes, or if the classes are `others`. What the model shares may have any of its names in the
-    file. Raises UserError (UNREADABLE) where more differs.
+    file. All names may lack what a wrapper in the model puts before them, or have it. Raises
+    UserError (UNREADABLE) where more differs.
     """
     mine = model.state_dict()
-    for prefix in PREFIXES:
-        # A prefix that belongs to the model itself.
-        if all(key.startswith(prefix) for key in mine):
-            tensors = {f"{prefix}{key.removeprefix(prefix)}": t for key, t in tensors.items()}
+    tensors = _renamed(tensors, mine)
     theirs = {DENSENET.sub(r"\1\2", key): value for key, value in tensors.items()}
     if not any(key.startswith(AUXILIARY) for key in mine):
         theirs = {key: t for key, t in theirs.items() if not key.startswith(AUXILIARY)}
@@ -212,6 +249,23 @@ def fit_(
             )
     fill_(model, theirs)
     return replaced
+
+
+def _renamed(theirs: Mapping[str, Tensor], mine: Collection[str]) -> Mapping[str, Tensor]:
+    """Return tensors with what their names lack before them, or without what they have, if any."""
+    if any(key in mine for key in theirs):
+        return theirs
+    lacking = {name.removesuffix(key) for key, name in _ends(theirs, mine)}
+    added = [{f"{prefix}{key}": t for key, t in theirs.items()} for prefix in lacking]
+    beyond = {key.removesuffix(name) for name, key in _ends(mine, theirs)}
+    taken = [{key.removeprefix(prefix): t for key, t in theirs.items()} for prefix in beyond]
+    return max((theirs, *added, *taken), key=lambda named: sum(key in mine for key in named))
+
+
+def _ends(short: Iterable[str], long: Iterable[str]) -> list[tuple[str, str]]:
+    """Return pairs of names of which the second ends with the first, after a dot."""
+    some = list(islice(short, TRIED_NAMES))
+    return [(end, name) for name in long for end in some if name.endswith(f".{end}")]
 
 
 def _shared(model: nn.Module) -> list[list[str]]:

@@ -2,19 +2,15 @@
 
 import atexit
 import os
-import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import FAILURE, UserError
-
-# A launcher may drop what was said just before an abort.
-FLUSH_S, ABORT_LIMIT_S = 0.3, 5
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.signals import abort_job
 
 
 def end_all_on_exceptions(world: MPI.Comm) -> None:
@@ -40,10 +36,7 @@ def end_all_on_exceptions(world: MPI.Comm) -> None:
 def abort(world: MPI.Comm, reason: str) -> None:
     """Say why, and end all ranks of the job now."""
     print(f"prunex_mpi: {reason}", file=sys.stderr, flush=True)
-    time.sleep(FLUSH_S)
-    # Where the library can't, the system ends this rank and the launcher the others.
-    signal.alarm(ABORT_LIMIT_S)
-    world.Abort(FAILURE)
+    abort_job(world)
 
 
 def leave_at_exit(world: MPI.Comm, leave: Callable[[], None]) -> None:

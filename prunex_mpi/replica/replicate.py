@@ -1,6 +1,6 @@
 """Replicate a model over MPI in anybody's training loop: `prunex_mpi.replicate`.
 
-The program's own loop (`run/learn.py`) takes its steps by the same drivers.
+The program's own loop (`run/supervision.py`) takes its steps by the same drivers.
 """
 
 import copy

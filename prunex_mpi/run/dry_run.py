@@ -8,10 +8,8 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.cli import shown
 from prunex_mpi.config.resolve import flat_values, make, toml_key
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.loading import CPU, find_inputs
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.message import message_bytes
-from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.schedule import quadratic_rounds, strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
 from prunex_mpi.core.sums import BLOCK
@@ -24,7 +22,9 @@ from prunex_mpi.pruning.compaction import Plan, build_plan, cut_plan
 from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
+from prunex_mpi.run.loading import CPU, find_inputs
 from prunex_mpi.run.pretrained import check_initial
+from prunex_mpi.run.problem import make_model
 from prunex_mpi.settings.fields import Settings, known_freeze
 from prunex_mpi.settings.values import AUTO
 

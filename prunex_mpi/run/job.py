@@ -21,12 +21,12 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.preemption import find_deadline
 from prunex_mpi.config.resolve import to_toml
-from prunex_mpi.core.loading import load_dataset, parts_read, share_contents
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.run import checkpoint, delivery, directory, start
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.kept import Kept, begin, put_back, tell
+from prunex_mpi.run.loading import load_dataset, parts_read, share_contents
 from prunex_mpi.run.summary import closing_table
 from prunex_mpi.run.supervision import Checkpoints, train, write_checkpoint, write_last_checkpoint
 from prunex_mpi.run.watchdog import Watchdog
@@ -113,7 +113,7 @@ def run(
                     tell(topology, files, context, kept)
             if kept:
                 begin(topology, context, str(path), kept)
-            checkpoints = Checkpoints(settings.checkpoint_every)
+            checkpoints = Checkpoints(settings.checkpoint_every, received)
             if kept and kept.too_few:
                 write_checkpoint(topology, files, context, checkpoints)
                 status, reason = "preempted", f"{kept.loss.describe()} lost: --min-nodes"

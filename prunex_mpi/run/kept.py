@@ -50,6 +50,7 @@ UNTOUCHED = ("local", "intra", "project", "inter")
 class Member:
     """One rank of the job as it was before a loss."""
 
+    rank: int
     node: int
     host: str
     pid: int
@@ -147,7 +148,8 @@ def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> Non
     problem = context.problem
     colours = {"image_mean": tuple(problem.mean.tolist()), "image_std": tuple(problem.std.tolist())}
     kept.settings = replace(context.settings, run_dir=path, resume=True, **colours)
-    here = json.dumps([topology.node_index, socket.gethostname(), os.getpid(), born(os.getpid())])
+    me = topology.world.rank, topology.node_index
+    here = json.dumps([*me, socket.gethostname(), os.getpid(), born(os.getpid())])
     lines = broadcast_json(topology.world, gather_text(topology.world, here))
     kept.members = [Member(*json.loads(line)) for line in lines]
     kept.began, kept.work = True, None

@@ -37,7 +37,14 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.models.standalone import PLAN
-from prunex_mpi.models.trained import Moments, digest_of, find_torchvision_file, fit_, read_tensors
+from prunex_mpi.models.trained import (
+    Moments,
+    digest_of,
+    find_torchvision_file,
+    fit_,
+    index_in,
+    read_tensors,
+)
 from prunex_mpi.run.directory import RunDirectory, read_summary
 from prunex_mpi.run.finished_run import read_finished_run
 from prunex_mpi.settings.fields import Settings
@@ -125,7 +132,7 @@ def _delivered(settings: Settings) -> dict[str, Any]:
     """Return what the run of `--init-from` says that it has delivered, {} for a file."""
     path = Path(settings.init_from)
     is_run = settings.init_from != TORCHVISION and path.is_dir()
-    return read_summary(path)["delivered"] if is_run else {}
+    return read_summary(path).get("delivered", {}) if is_run else {}
 
 
 def check_same_file(path: Path, digest: str, wanted: str, flag: str) -> None:
@@ -190,6 +197,8 @@ def locate(settings: Settings) -> tuple[Path, Moments | None]:
     path = Path(source)
     if not os.path.isdir(path):
         return path, None
+    if index := index_in(path):
+        return index, None
     check_not_exported(path, "--init-from", f", or its {BY_EXPORT}")
     try:
         delivered = read_summary(path)["delivered"]
@@ -270,6 +279,7 @@ def with_teacher(
 def _read(settings: Settings, model: nn.Module, inputs: Inputs) -> tuple[nn.Module, dict[str, Any]]:
     """Return the network of `--teacher` with its weights, and what others need of it."""
     path = Path(settings.teacher)
+    path = index_in(path) or path
     found: dict[str, Any] = {"description": None, "layers": {}, "look": None, "classes": []}
     if path.is_dir():
         check_not_exported(path, "--teacher")

@@ -2,18 +2,17 @@
 
 import io
 import os
-import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.signals import abort_job
 from prunex_mpi.base.single_process import open_closed_streams, say_error
-from prunex_mpi.diagnosis.launcher import launcher_rank
+from prunex_mpi.diagnosis.findings import launcher_rank
 from prunex_mpi.diagnosis.library import REDUCTIONS
 from prunex_mpi.run.watchdog import Watchdog
 
@@ -27,8 +26,6 @@ Options = TypeVar("Options")
 # is stopped the one rank alone learns that looks for its sign of life.
 PROPAGATOR = "OMPI_MCA_mpi_ft_propagator_with_rbcast"
 MPI_DEFAULTS = {REDUCTIONS: "1", PROPAGATOR: "1"}
-ABORT_LIMIT_S = 5
-FLUSH_S = 0.5
 
 
 def run_program(
@@ -127,12 +124,3 @@ def abort_on_exceptions(
         abort_job(world)
 
     sys.excepthook = hook
-
-
-def abort_job(world: "MPI.Comm") -> None:
-    """End all ranks of the job now; may be called from any thread."""
-    # A launcher may drop what was said just before an abort.
-    time.sleep(FLUSH_S)
-    # Where the library can't, the system ends this rank and the launcher the others.
-    signal.alarm(ABORT_LIMIT_S)
-    world.Abort(FAILURE)

@@ -16,7 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.single_process import require_packages
@@ -33,11 +33,9 @@ from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.grouping import choose_rules, make_groups
-from prunex_mpi.core.loading import CPU, find_inputs, load_dataset
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.muon import describe_muon
-from prunex_mpi.core.problem import build_problem, make_model
 from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import RunContext, build_state
@@ -66,7 +64,9 @@ from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import out_of_reach
 from prunex_mpi.pruning.rules import rules_of
+from prunex_mpi.run.loading import CPU, find_inputs, load_dataset
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
+from prunex_mpi.run.problem import build_problem, make_model
 from prunex_mpi.run.supervision import check_exchange
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
@@ -392,22 +392,36 @@ def check_transient(model: torch.nn.Module, inputs: Inputs) -> None:
 def check_repeatable(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:
     """Raise UserError where a model of the user's computes with numbers that no file keeps.
 
-    It is built once more, by other random numbers, and given the same state.
+    It is looked at twice; and built once more, by other random numbers, and given the same state.
     """
+
+    def outputs(network: torch.nn.Module) -> torch.Tensor:
+        return torch.tensor(probe(network, inputs), dtype=torch.float64)
+
+    def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+        least = SAME_WITHIN * float(first.abs().max())
+        return torch.allclose(first, second, rtol=0, atol=least, equal_nan=True)
+
     with keeping_draws():
+        first = outputs(model)
+        if not same(first, outputs(model)):
+            raise UserError(
+                f"model {settings.model} computes something else each time, in evaluation too: "
+                "draw, or change what it holds, only while self.training"
+            )
         other = build_model(settings.model, inputs)
-    try:
-        other.load_state_dict(model.state_dict())
-        pair = [torch.tensor(probe(m, inputs), dtype=torch.float64) for m in (model, other)]
-        least = SAME_WITHIN * float(pair[0].abs().max())
-        same = torch.allclose(*pair, rtol=0, atol=least, equal_nan=True)
-    except RuntimeError:
-        same = False
-    if not same:
-        raise UserError(
-            f"model {settings.model} is another one each time that it is built, with the same "
-            "state_dict: keep what it draws in a buffer, or draw it by a seed of its own"
-        )
+        try:
+            other.load_state_dict(model.state_dict())
+        except RuntimeError as error:
+            raise UserError(
+                f"model {settings.model} can't load its own state_dict ({one_line(error)}): give "
+                "each buffer memory of its own, by clone() after expand()"
+            ) from None
+        if not same(first, outputs(other)):
+            raise UserError(
+                f"model {settings.model} is another one each time that it is built, with the same "
+                "state_dict: keep what it draws in a buffer, or draw it by a seed of its own"
+            )
 
 
 def check_causal(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:

@@ -1,12 +1,18 @@
 """Iterate to the end: records, checkpoints when due, back after a divergence, out when asked."""
 
+import os
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from mpi4py import MPI
 
@@ -14,22 +20,33 @@ from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.files import METRICS, telling_disk_errors
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
+from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.base.signals import ReceivedSignal
-from prunex_mpi.comm.agreement import run_collectively
+from prunex_mpi.comm.agreement import (
+    VERDICT_BYTES,
+    broadcast_text,
+    gather_counts,
+    gather_text,
+    raise_together,
+    run_collectively,
+)
 from prunex_mpi.comm.async_exchange import check_thread_support, exchanging_behind
+from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import check_errors, check_finite
-from prunex_mpi.core.schedule import local_steps, rounds_left, total_steps
-from prunex_mpi.core.state import RunContext
+from prunex_mpi.core.losses import distilled
+from prunex_mpi.core.schedule import local_steps, rate_now, rounds_left, steps_taken, total_steps
+from prunex_mpi.core.state import RunContext, agreeing
+from prunex_mpi.core.steps import ask_to_stop_
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.methods.exchanges import check_workers
+from prunex_mpi.methods.stepper import Stepper
+from prunex_mpi.models import batchnorm
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory, Tensorboard
 from prunex_mpi.run.kept import Kept, keep
-from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.pretrained import evaluate_initial
-from prunex_mpi.run.records import RankRecords, tracing
 from prunex_mpi.settings.fields import Settings
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.
@@ -37,15 +54,26 @@ WRITING_SHARE = 0.02
 SHORTEST_INTERVAL_S = 30.0
 # Of the time a checkpoint took, kept free before a time limit.
 RESERVE = 3
+PARTS = ("work", "exchange")
+# Up to this number of ranks each outer iteration has a row; with N times as many every Nth.
+RANKS_EACH = 64
+# Of seconds behind the point, of residuals all that count.
+DIGITS = 6
+# Outer iterations in a trace, which would else grow without end.
+TRACED = 3
 
 
 class Checkpoints:
-    """Decide when checkpoints are due; count them in `count` and their time in `seconds`."""
+    """Decide when checkpoints are due; count them in `count` and their time in `seconds`.
 
-    def __init__(self, every: str) -> None:
-        self.every = every
+    `received` is told what is kept.
+    """
+
+    def __init__(self, every: str, received: ReceivedSignal) -> None:
+        self.every, self.received = every, received
         self.count, self.seconds, self.last_s = 0, 0.0, 0.0
-        self.ended = time.monotonic()
+        # The first one soon: it shows that there is room, and little is lost without it.
+        self.ended = time.monotonic() - SHORTEST_INTERVAL_S
 
     def due(self, iteration: int) -> bool:
         """Return whether to write one after `iteration`, by the clock of this rank."""
@@ -55,10 +83,14 @@ class Checkpoints:
             return iteration % int(self.every) == 0
         return time.monotonic() - self.ended > max(SHORTEST_INTERVAL_S, self.last_s / WRITING_SHARE)
 
-    def note(self, seconds: float) -> None:
-        """Count one that has just been written."""
-        self.ended, self.last_s = time.monotonic(), seconds
-        self.count, self.seconds = self.count + 1, self.seconds + seconds
+    def save(self, topology: Topology, files: RunDirectory | None, context: RunContext) -> None:
+        """Write one, and count it. Collective on `world`."""
+        started = time.monotonic()
+        checkpoint.save(topology, files, context)
+        self.ended = time.monotonic()
+        self.last_s = self.ended - started
+        self.count, self.seconds = self.count + 1, self.seconds + self.last_s
+        self.received.kept = context.state.position.iteration - 1
 
 
 def train(
@@ -92,6 +124,9 @@ def train(
             kept.context = context
             # What was trained before a loss is in memory: however late, it becomes a checkpoint.
             stop.went_on = kept.loss is not None and bool(kept.snapshots)
+        if kept is None:
+            # Whatever goes on does so from a checkpoint.
+            received.kept = context.state.position.iteration - 1
         received.training = True
         evaluate_initial(topology, files, context)
         with tracing(topology, files, context):
@@ -232,10 +267,8 @@ def write_last_checkpoint(
     if checkpoints.every == "off":
         return
     context.heartbeat.enter("checkpoint")
-    started = time.monotonic()
     try:
-        checkpoint.save(topology, files, context)
-        checkpoints.note(time.monotonic() - started)
+        checkpoints.save(topology, files, context)
     except UserError as error:
         log.warning("the run is complete, but its last checkpoint is missing: %s", error)
         if files is not None:
@@ -252,12 +285,188 @@ def write_checkpoint(
     Collective on `world`.
     """
     context.heartbeat.enter("checkpoint")
-    started = time.monotonic()
     if context.behind is not None:
         # What has arrived is written with the rest, and waits for its step in both runs.
         context.behind.finish()
     check_finite(topology, context)
-    checkpoint.save(topology, files, context)
-    checkpoints.note(time.monotonic() - started)
+    checkpoints.save(topology, files, context)
     if context.stop is not None:
         context.stop.reserve_s = RESERVE * checkpoints.last_s
+
+
+# --------------------------------------------------------------------------------------------------
+# Batches, losses and backward passes between the steps of a method
+# --------------------------------------------------------------------------------------------------
+
+
+def outer_iterations(topology: Topology, context: RunContext) -> Iterator[dict[str, Any]]:
+    """Train from where `context` stands; yield the record of each outer iteration.
+
+    Collective on `topology.world`: every rank must exhaust the iterator, which ends early where the
+    ranks agree to stop. Between two records the state is all there is to know. Raises Diverged on
+    every rank.
+    """
+    with closing(Stepper(topology, context)) as stepper:
+        first, record = topology.world, stepper.resume(None)
+        while not stepper.ended:
+            if record is not None:
+                yield record
+                record = stepper.resume(None)
+            else:
+                record = stepper.resume(learn(context, stepper.averager, first))
+                first = None
+
+
+def learn(
+    context: RunContext, averager: GradientAverager | None, world: MPI.Comm | None = None
+) -> Tensor:
+    """Add the (scaled) gradient of the next batch to that of the model; return its loss, detached.
+
+    The averager, if there is one, has begun then to send the gradient. With `world`, in the first
+    step of a job, what model or loss refuse is everyone's UserError: collective on it. Later a rank
+    that raises is alone, and no UserError, which all ranks raise, may leave it.
+    """
+    context.state.optimizer.set_rate_(rate_now(context))
+    batch = next_batch(context)
+    loss, refused = None, None
+    try:
+        loss = forward(context, *batch)
+    except UserError as error:
+        refused = error
+    if world is not None:
+        with agreeing(context.state, "Allreduce of what went wrong", VERDICT_BYTES):
+            raise_together(world, refused)
+    elif refused is not None:
+        raise RuntimeError(str(refused)) from refused
+    if averager is not None:
+        averager.begin()
+    context.state.scaler.scale(loss).backward()
+    return loss.detach()
+
+
+def next_batch(context: RunContext) -> tuple[Tensor, Tensor]:
+    """Return images and labels of the next batch."""
+    problem = context.problem
+    images, labels = problem.train.next()
+    context.state.position.clock.data += problem.train.waited
+    if problem.reader is not None and problem.reader.error is not None:
+        ask_to_stop_(context)
+    return images, labels
+
+
+def forward(context: RunContext, images: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of a batch, which is one update of BatchNorm's averages."""
+    problem, state, amp = context.problem, context.state, context.settings.amp
+    fresh = state.bn_modules if state.position.fresh_statistics else []
+    update = steps_taken(context) + 1
+    device_type = state.theta.device.type
+    amp_dtype = torch.float16 if amp == "fp16" else torch.bfloat16
+    with (
+        batchnorm.warmed_up(fresh, update) as warming,
+        torch.autocast(device_type, amp_dtype, enabled=amp != "off"),
+    ):
+        # A compiled network is compiled anew for each momentum.
+        outputs = (problem.model if warming else problem.forward)(images)
+        loss = problem.loss(outputs, labels)
+        return distilled(problem.teacher, images, outputs, loss) if problem.teacher else loss
+
+
+# --------------------------------------------------------------------------------------------------
+# What all ranks did, brought together on rank 0; and a trace of each rank
+# --------------------------------------------------------------------------------------------------
+
+
+class RankRecords:
+    """Gather one row of numbers per rank and outer iteration, into memory that is allocated once.
+
+    Making one is collective on `world`.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.world = topology.world
+        self.begins, self.every = True, -(-self.world.size // RANKS_EACH)
+        columns = len(PARTS) * len(RANK_PHASES) + 1 + len(RESIDUALS)
+        self.mine = np.zeros(columns)
+        self.everyone = np.zeros((self.world.size if self.world.rank == 0 else 0, columns))
+        self.nodes = gather_counts(self.world, topology.node_index)
+        names = gather_text(self.world, socket.gethostname())
+        # Of a node of virtual ones too: all its ranks share a machine, or its first rank's counts.
+        hosts = dict(reversed(list(zip(self.nodes, names, strict=False))))
+        self.hosts = [hosts[node] for node in sorted(hosts)]
+
+    def gather(self, iteration: int, rank: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the object of an outer iteration on world rank 0, None on the others.
+
+        None there too where this iteration has none. `rank` is what `rank_record` returns; its
+        residuals are empty on all ranks or on none. The first object also names the hosts.
+        Collective on `world`.
+        """
+        if iteration % self.every and not self.begins:
+            return None
+        self.begins = False
+        values = [rank[part][phase] for part in PARTS for phase in RANK_PHASES]
+        values.append(rank["broadcast"])
+        self.mine[: len(values)] = values
+        self.mine[len(values) :] = [rank["residuals"].get(name, 0.0) for name in RESIDUALS]
+        self.world.Gather(self.mine, self.everyone, root=0)
+        if self.world.rank:
+            return None
+        columns = iter(self.everyone.T)
+        row: dict[str, Any] = {"iteration": iteration, "node": self.nodes}
+        if self.hosts:
+            row["hosts"], self.hosts = self.hosts, []
+        for part in PARTS:
+            row[part] = {phase: rounded(next(columns)) for phase in RANK_PHASES}
+        row["broadcast"] = rounded(next(columns))
+        found = {
+            name: [float(f"{x:.{DIGITS}g}") for x in next(columns).tolist()] for name in RESIDUALS
+        }
+        row["residuals"] = found if rank["residuals"] else None
+        return row
+
+
+def rounded(seconds: np.ndarray) -> list[float]:
+    """Return seconds as they are written, without a zero below zero."""
+    return [round(s, DIGITS) + 0.0 for s in seconds.tolist()]
+
+
+@contextmanager
+def tracing(topology: Topology, files: RunDirectory | None, context: RunContext) -> Iterator[None]:
+    """Have torch's profiler record the first outer iterations of a job, with --trace.
+
+    Each rank writes a file of its own: trace.json on world rank 0, where `files` is not None, and
+    trace-rank-N.json beside it on the others. Collective on `world`.
+    """
+    if not context.settings.trace:
+        yield
+        return
+    rank, clock = topology.world.rank, context.state.position.clock
+    folder = broadcast_text(topology.world, str(files.path) if files is not None else "")
+    path = Path(folder) / (f"trace-rank-{rank:05d}.json" if rank else "trace.json")
+
+    def save(profiler: profile) -> None:
+        # Whatever lies in its place is replaced, and not opened.
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            partial.unlink(missing_ok=True)
+            profiler.export_chrome_trace(str(partial))
+            os.replace(partial, path)
+        except (OSError, RuntimeError) as error:
+            log.warning("%s can't be written: %s", path, error)
+
+    def record(step: int) -> ProfilerAction:
+        if step >= TRACED:
+            return ProfilerAction.NONE
+        last = step == TRACED - 1
+        return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
+
+    activities = [ProfilerActivity.CPU]
+    if context.state.theta.is_cuda:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, schedule=record, on_trace_ready=save) as profiler:
+        profiler.add_metadata_json("rank", str(rank))
+        clock.profiler = profiler
+        try:
+            yield
+        finally:
+            clock.profiler = None

@@ -44,7 +44,7 @@ def run(
     Collective on `world`.
     """
     run_collectively(world, check_support)
-    kept, here = Kept(settings), world
+    kept, here, told = Kept(settings), world, 0
     while True:
         try:
             kept.code = job.run(here, kept.settings, watchdog, received, kept)
@@ -69,7 +69,11 @@ def run(
             print(f"prunex_mpi: {text}", file=sys.stderr, flush=True)
             # As one that has failed: the others have gone on without it.
             os.kill(os.getpid(), signal.SIGKILL)
-        kept.loss, kept.lost_at = loss, at
+        if kept.loss is not None and len(kept.changes) == told:
+            # Another one was lost before that was told.
+            kept.loss = together(kept.loss, loss)
+        else:
+            kept.loss, kept.lost_at, told = loss, at, len(kept.changes)
         take_work_out(kept)
         # Virtual nodes may not be larger than what is left.
         most = min(kept.settings.ranks_per_node, stay.size)
@@ -167,7 +171,14 @@ def divide(kept: Kept, ranks: list[int], size: int) -> tuple[list[int], LostNode
     nodes = {kept.members[rank].node for rank in whole}
     kept.too_few = len(nodes) < kept.settings.min_nodes or not whole
     stay = whole or ranks
-    return stay, LostNodes(broken, tuple(sorted(set(range(size)) - set(stay))))
+    lost = (kept.members[rank].rank for rank in set(range(size)) - set(stay))
+    return stay, LostNodes(broken, tuple(sorted(lost)))
+
+
+def together(first: LostNodes, second: LostNodes) -> LostNodes:
+    """Return both losses as one, by the numbers from before the first."""
+    nodes, ranks = {*first.nodes, *second.nodes}, {*first.ranks, *second.ranks}
+    return LostNodes(tuple(sorted(nodes)), tuple(sorted(ranks)))
 
 
 def fence(kept: Kept, ranks: list[int]) -> None:

@@ -19,7 +19,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.supervision import outer_iterations
 from prunex_mpi.settings.fields import Settings, key_of, known_freeze
 from prunex_mpi.settings.values import AUTO
 

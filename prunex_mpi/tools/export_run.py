@@ -5,6 +5,7 @@ The files become valid all at once.
 
 import re
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,6 @@ from prunex_mpi.pruning.rules import find_coupling_by, find_rules
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.tensor_file import save_tensors
-from prunex_mpi.tools.export_options import Options
 from prunex_mpi.tools.export_proof import BATCH, compare, count_parameters, prove
 
 # On so many images it is measured which channels are constant zero.
@@ -52,7 +52,7 @@ SAMPLED_TOKENS = 200
 TOLERANCE = 1e-4
 
 
-def export(options: Options) -> None:
+def export(options: Namespace) -> None:
     """Read the run, take out what can go, write it, prove it and measure it."""
     devices = choose_devices(options.device)
     if options.onnx:
@@ -121,7 +121,7 @@ def export(options: Options) -> None:
     print(f"\nwritten to {options.run / EXPORTED}", flush=True)
 
 
-def files_before(options: Options) -> list[str]:
+def files_before(options: Namespace) -> list[str]:
     """Return which formats of an earlier export will go; refuse to remove what is not its own."""
     folder = options.run / EXPORTED
     wanted = {ONNX: options.onnx, TORCH_EXPORT: options.torch_export}

@@ -21,12 +21,12 @@ from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.loading import load_dataset
-from prunex_mpi.core.problem import build_problem
 from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
+from prunex_mpi.run.loading import load_dataset
+from prunex_mpi.run.problem import build_problem
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
 
 WARM = 50
@@ -112,9 +112,10 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
         problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
         groups = make_groups(settings, model, layout, Images(dataset.image_size))
         state = build_state(model, layout, groups, settings)
-        with stop_agreement(topology.world, ReceivedSignal(), None) as stop:
+        received = ReceivedSignal()
+        with stop_agreement(topology.world, received, None) as stop:
             context = RunContext(state, problem, settings, transport, heartbeat, stop)
-            status = run_to_end(topology, files, context, Checkpoints("10"), None)
+            status = run_to_end(topology, files, context, Checkpoints("10", received), None)
     assert status == "completed"
     (early, held_early), (late, held_late) = samples
     assert held_late == held_early

@@ -8,7 +8,7 @@ from nodes import nodes_of
 from small_runs import small_run
 
 from prunex_mpi.comm.agreement import alike_bytes
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = pytest.mark.mpi
 

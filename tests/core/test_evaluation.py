@@ -29,7 +29,6 @@ from prunex_mpi.core.evaluation import (
     EMA,
     EMA_COUNT,
     EMA_STATS,
-    EVALUATION_BATCH,
     RECALIBRATION_BATCHES,
     average_other_buffers_,
     check_divergence,
@@ -43,10 +42,11 @@ from prunex_mpi.core.evaluation import (
 )
 from prunex_mpi.core.state import PRUNED, Problem, RunContext, State, build_state, in_place_of_z
 from prunex_mpi.core.steps import finish_average_
+from prunex_mpi.core.task import EVALUATION_BATCH
 from prunex_mpi.data.batches import BatchStream, Look, Shard, evaluation_batches
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 

@@ -23,7 +23,7 @@ from prunex_mpi.data.batches import (
     channel_moments,
     normalisation,
 )
-from prunex_mpi.data.datasets import Dataset, hold_out, places_in_draw
+from prunex_mpi.data.datasets import Dataset, hold_out
 from prunex_mpi.data.decoding import Access
 
 LOAD = dict(data_dir="nowhere", train_samples=0, test_samples=0)
@@ -320,23 +320,6 @@ def test_cifar10_as_image_files() -> None:
     assert (part.num_classes, part.image_size, part.train_total) == (10, 32, 800)
     mean, _ = normalisation(channel_moments(part.train, 800))
     assert torch.allclose(mean, torch.tensor([0.491, 0.482, 0.447]), atol=0.05)
-
-
-def test_a_draw_takes_the_first_images_of_each_class_over_all_shards() -> None:
-    """A draw of two images of three classes, out of two shards, by hand."""
-    shards = [torch.tensor([2, 0, 0, 1, 0]), torch.tensor([1, 0, 2, 1, 2, 0, 2, 1, 1])]
-    # Numbers of the images over both shards: of class 0 1, 2, 4, 6, 10; of 1 3, 5, 8, 12, 13; of 2
-    # 0, 7, 9, 11.
-    wanted = [1, 2, 3, 5, 0, 7]
-    found = [-1] * len(wanted)
-    before = torch.zeros(3, dtype=torch.int64)
-    for start, labels in zip((0, 5), shards, strict=True):
-        own, places = places_in_draw(labels, before, 2)
-        for image, place in zip(own.tolist(), places.tolist(), strict=True):
-            assert found[place] == -1
-            found[place] = start + image
-        before += labels.bincount(minlength=3)
-    assert found == wanted
 
 
 def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was():

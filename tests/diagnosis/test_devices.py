@@ -167,8 +167,6 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("launcher")
 def test_probe_of_ranks_that_do_not_find_each_other_passes_nothing():
     assert "starts no job of 2 ranks: it is of another MPI" in devices.probe("cpu", "bcast")
-    began, problem = devices.probe_between("cpu", ["a", "b"])
-    assert not began and problem
 
 
 def test_probe_reports_a_crash_a_hang_and_a_missing_program(launcher, monkeypatch):
@@ -181,32 +179,6 @@ def test_probe_reports_a_crash_a_hang_and_a_missing_program(launcher, monkeypatc
     assert "TimeoutExpired" in devices.probe("cpu")
     launcher.unlink()
     assert "FileNotFoundError" in devices.probe("cuda")
-
-
-@pytest.mark.parametrize("library", ["Open MPI v5.0.11", "MPICH 5.0.2"])
-def test_probe_between_hosts_is_one_job_on_two_of_them(library, monkeypatch):
-    """Inside an allocation, beside the step of this job."""
-    started: list[tuple[list[str], dict[str, str]]] = []
-
-    def run(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
-        started.append((command, env))
-        said = "probe began on 2 ranks\n" if len(started) == 1 else ""
-        return subprocess.CompletedProcess(command, 139, said, "no route")
-
-    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_PROCID", "SLURM_STEP_ID"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(devices, "library_name", lambda: library)
-    monkeypatch.setattr(devices.shutil, "which", lambda _: "mpiexec")
-    monkeypatch.setattr(devices.subprocess, "run", run)
-    problem = "the probe ended with code 139: no route"
-    assert devices.probe_between("cuda", ["a", "b", "c"]) == (True, problem)
-    assert devices.probe_between("cuda", ["a", "b", "c"]) == (False, problem)
-    command, env = started[0]
-    places = ["--host", "a:1,c:1"] if "Open" in library else ["-hosts", "a,c", "-ppn", "1"]
-    assert command[: 1 + len(places)] == ["mpiexec", *places] and "-n 2" in " ".join(command)
-    assert command[-3:] == ["-m", "prunex_mpi.diagnosis.probe", "cuda"]
-    assert {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_OVERLAP"} <= set(env)
-    assert not {"SLURM_PROCID", "SLURM_STEP_ID"} & set(env)
 
 
 def test_probe_is_not_started_as_a_rank_of_this_job(monkeypatch):

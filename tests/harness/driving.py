@@ -26,7 +26,7 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import layer_masks
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.supervision import outer_iterations
 
 CPU = torch.device("cpu")
 SMALL_BUCKETS = build_transport(DEVICE, 2**-10, BUFFERS)

@@ -131,6 +131,21 @@ def draws(num_classes: int, image_size: int) -> nn.Module:
     return nn.Sequential(first, _Shuffled(8), small_after(8, num_classes))
 
 
+class _Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+def noisy(num_classes: int, image_size: int) -> nn.Module:
+    return nn.Sequential(_Noisy(), small(num_classes, image_size))
+
+
+def expanded(num_classes: int, image_size: int) -> nn.Module:
+    body = small(num_classes, image_size)
+    body.register_buffer("steps", torch.zeros(1).expand(4))
+    return body
+
+
 class _Centred(nn.Module):
     """Subtract a running mean that no state dict holds."""
 

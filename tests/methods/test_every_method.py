@@ -14,7 +14,7 @@ from prunex_mpi.core.state import EACH, OWN, SHARED
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.supervision import outer_iterations
 
 
 def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.methods.hsadmm import intra_node_consensus
 from prunex_mpi.pruning.compaction import unpack_
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.supervision import outer_iterations
 from prunex_mpi.settings.fields import PAYLOADS
 
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}

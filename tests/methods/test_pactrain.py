@@ -319,6 +319,23 @@ def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
     assert list(itertools.chain(*sizes)) == [3] * 4
 
 
+def test_a_draw_takes_the_first_images_of_each_class_over_all_shards():
+    """A draw of two images of three classes, out of two shards, by hand."""
+    shards = [torch.tensor([2, 0, 0, 1, 0]), torch.tensor([1, 0, 2, 1, 2, 0, 2, 1, 1])]
+    # Numbers of the images over both shards: of class 0 1, 2, 4, 6, 10; of 1 3, 5, 8, 12, 13; of 2
+    # 0, 7, 9, 11.
+    wanted = [1, 2, 3, 5, 0, 7]
+    found = [-1] * len(wanted)
+    before = torch.zeros(3, dtype=torch.int64)
+    for start, labels in zip((0, 5), shards, strict=True):
+        own, places = pactrain_samples.places_in_draw(labels, before, 2)
+        for image, place in zip(own.tolist(), places.tolist(), strict=True):
+            assert found[place] == -1
+            found[place] = start + image
+        before += labels.bincount(minlength=3)
+    assert found == wanted
+
+
 def test_windows_of_text_are_at_even_distances_in_batches(monkeypatch):
     monkeypatch.setattr(pactrain_samples, "WINDOWS", 6)
     monkeypatch.setattr(pactrain_samples, "BATCH_TOKENS", 2 * 8)

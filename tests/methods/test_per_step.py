@@ -30,7 +30,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import VERDICT_BYTES
 from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.methods import declared, exchanges
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = pytest.mark.mpi
 

@@ -1,5 +1,6 @@
 """Trained weights from files: what is understood, what is replaced, and what is refused."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ from prunex_mpi.models.trained import (
     digest_of,
     find_torchvision_file,
     fit_,
+    index_in,
     read_tensors,
 )
 
@@ -154,6 +156,50 @@ def test_what_does_not_fit_is_named(change, word):
     with pytest.raises(UserError, match=r"^it ") as caught:
         fit_(resnet(), state, Images(SIDE), "it")
     assert word in str(caught.value)
+
+
+class Wrapped(nn.Module):
+    """What a factory makes of a model of another library."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images)
+
+
+def test_names_may_lack_or_have_what_a_wrapper_puts_before_them():
+    theirs = trained()
+    wrapped, bare = Wrapped(Wrapped(resnet())), resnet()
+    assert fit_(wrapped, theirs.state_dict(), Images(SIDE), "it") == ""
+    assert same(wrapped.model.model.state_dict(), theirs.state_dict())
+    assert fit_(bare, wrapped.state_dict(), Images(SIDE), "it") == ""
+    assert same(bare.state_dict(), theirs.state_dict())
+    # What else differs is told by the names in the model.
+    lacking = {k: t for k, t in theirs.state_dict().items() if k != "fc.bias"}
+    with pytest.raises(UserError, match=r"model: model\.model\.fc\.bias is missing there and"):
+        fit_(wrapped, lacking, Images(SIDE), "it")
+
+
+def test_shards_are_read_by_their_index(tmp_path):
+    state, index = trained().state_dict(), tmp_path / "model.safetensors.index.json"
+    names, shards = sorted(state), ("a.safetensors", "b.safetensors")
+    for number, shard in enumerate(shards):
+        save_file({name: state[name] for name in names[number::2]}, tmp_path / shard)
+    places = {name: shards[number % 2] for number, name in enumerate(names)}
+    index.write_text(json.dumps({"weight_map": places}))
+    assert index_in(tmp_path) == index
+    assert same(read_tensors(index), state)
+    before = digest_of(index)
+    # Another shard is another file.
+    save_file({name: state[name] + 1 for name in names[1::2]}, tmp_path / shards[1])
+    assert digest_of(index) != before
+    for broken in ("{", '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}'):
+        index.write_text(broken)
+        for read in (read_tensors, digest_of):
+            with pytest.raises(UserError, match="names no shards beside it"):
+                read(index)
 
 
 TOKENS = Tokens(19, 8)

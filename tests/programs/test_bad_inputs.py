@@ -186,6 +186,8 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "--model odd_models:more_while_training": (USAGE, ("returns tuple while it trains", "--loss")),
     "--model odd_models:centred": (USAGE, ("training moves 1.mean", "persistent=True")),
     "--model odd_models:draws": (USAGE, ("odd_models:draws is another one each time", "buffer")),
+    "--model odd_models:noisy": (USAGE, ("odd_models:noisy computes something else", "training")),
+    "--model odd_models:expanded": (USAGE, ("odd_models:expanded can't load", "clone()")),
     "--model odd_models:without_values": (USAGE, ("0.weight of the model is meta",)),
     "--model odd_models:extra_state": (USAGE, ("0._extra_state, a dict", "get_extra_state")),
     "--model odd_models:small --stem cifar": (USAGE, ("--stem cifar",)),

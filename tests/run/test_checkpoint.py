@@ -35,8 +35,6 @@ from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.loading import load_dataset
-from prunex_mpi.core.problem import build_problem
 from prunex_mpi.core.scores import SENSITIVITY, memory_of_scores
 from prunex_mpi.core.state import (
     CODED,
@@ -55,9 +53,10 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.loading import load_dataset
+from prunex_mpi.run.problem import build_problem
 from prunex_mpi.run.snapshot import contents, misfit, put_common
-from prunex_mpi.run.supervision import Checkpoints, write_checkpoint
+from prunex_mpi.run.supervision import Checkpoints, outer_iterations, write_checkpoint
 from prunex_mpi.settings.fields import Settings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -271,7 +270,7 @@ class Run:
             yield repeatable(record)
 
     def save(self, files: RunDirectory | None) -> None:
-        write_checkpoint(self.topology, files, self.context, Checkpoints("off"))
+        write_checkpoint(self.topology, files, self.context, Checkpoints("off", ReceivedSignal()))
 
     def restore(self, files: RunDirectory | None) -> checkpoint.Restored:
         if self.context.behind is not None:

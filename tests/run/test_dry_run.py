@@ -17,8 +17,8 @@ from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.run.dry_run import differing_settings, dry_run, forecast
-from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.start import set_up
+from prunex_mpi.run.supervision import outer_iterations
 from prunex_mpi.settings.fields import PAYLOADS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]

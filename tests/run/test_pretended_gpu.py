@@ -10,8 +10,8 @@ from small_runs import PRUNING, SCENARIOS, small_run
 
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.run.delivery import save_model
-from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.snapshot import contents, put_all, put_common
+from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = [
     pytest.mark.mpi,

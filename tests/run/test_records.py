@@ -14,9 +14,8 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.methods import hsadmm
-from prunex_mpi.run import records
-from prunex_mpi.run.learn import outer_iterations
-from prunex_mpi.run.records import RankRecords
+from prunex_mpi.run import supervision
+from prunex_mpi.run.supervision import RankRecords, outer_iterations
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -170,7 +169,7 @@ def test_residuals_of_ranks_add_up_to_those_of_the_run(scenario):
 
 
 def test_many_ranks_have_no_row_in_every_outer_iteration(monkeypatch):
-    monkeypatch.setattr(records, "RANKS_EACH", 1)
+    monkeypatch.setattr(supervision, "RANKS_EACH", 1)
     with nodes_of(2) as topology:
         rows = RankRecords(topology)
         rank: dict[str, Any] = {

@@ -16,8 +16,7 @@ import pytest
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.signals import Asked
 from prunex_mpi.run import relaunch
-from prunex_mpi.run.hosts import lost_to_slurm, read_hosts, slurm_hosts
-from prunex_mpi.run.relaunch import parse
+from prunex_mpi.run.relaunch import lost_to_slurm, parse, read_hosts, slurm_hosts
 
 HOSTS = ("a", "b", "c")
 # What a job does, by words: `it 3` makes outer iteration 3 and its checkpoint, `bare 3` without the

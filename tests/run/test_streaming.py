@@ -18,13 +18,12 @@ from small_runs import small_run
 from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.core import problem
 from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods import pactrain_samples
 from prunex_mpi.methods.pactrain_samples import batches_to_score
-from prunex_mpi.run import checkpoint_files, learn
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run import checkpoint_files, problem, supervision
 from prunex_mpi.run.pretrained import INITIAL
+from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
 FILES = ["--dataset", "imagefolder"]
@@ -184,14 +183,14 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
         nodes_of(2) as topology,
         small_run(topology, "recipe", local_steps=10**6, **files) as context,
     ):
-        real = learn.forward
+        real = supervision.forward
 
         def forward(context: Any, *batch: Any) -> torch.Tensor:
             if WORLD.rank == 0 and context.state.position.step == 3:
                 context.problem.reader.error = UserError("an image", UNREADABLE)
             return real(context, *batch)
 
-        monkeypatch.setattr(learn, "forward", forward)
+        monkeypatch.setattr(supervision, "forward", forward)
         assert list(outer_iterations(topology, context)) == []
         assert context.stop.reason == "an error on some rank"
 

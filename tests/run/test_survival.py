@@ -181,7 +181,9 @@ def test_another_node_may_be_lost_as_the_others_recover(tmp_path):
     assert job.returncode == 0, text
     assert (tmp_path / "mark").exists()
     assert summary(tmp_path / "run")["status"] == "completed"
-    assert summary(tmp_path / "run")["changes"][-1]["ranks"] == 1
+    changes = summary(tmp_path / "run")["changes"]
+    assert changes[-1]["ranks"] == 1
+    assert sorted(rank for change in changes for rank in change["lost_ranks"]) == [0, 2]
 
 
 @pytest.mark.jobs

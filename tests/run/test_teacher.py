@@ -15,7 +15,7 @@ from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.run.learn import forward, next_batch
+from prunex_mpi.run.supervision import forward, next_batch
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 MODEL = "resnet8-w4"

@@ -14,8 +14,7 @@ from prunex_mpi.base.errors import FAILURE, Diverged
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.records import TRACED, tracing
-from prunex_mpi.run.supervision import progress_of, recorded
+from prunex_mpi.run.supervision import TRACED, progress_of, recorded, tracing
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 

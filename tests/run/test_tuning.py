@@ -8,8 +8,8 @@ from nodes import nodes_of
 from small_runs import small_run
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core import problem
 from prunex_mpi.core.schedule import quadratic_rounds, total_steps
+from prunex_mpi.run import problem
 from prunex_mpi.run.supervision import goes_behind_steps
 from prunex_mpi.run.tuning import (
     Costs,

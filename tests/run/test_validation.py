@@ -17,7 +17,7 @@ from prunex_mpi.core import evaluation
 from prunex_mpi.core.evaluation import BEST, Judged, best_of, is_better, stage_of
 from prunex_mpi.core.metrics import density
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 NEVER = {"freeze_iteration": 0, "freeze_drift": -1.0}

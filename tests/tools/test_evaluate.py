@@ -14,6 +14,7 @@ from nodes import WORLD
 from PIL import Image
 from small_runs import COMMON, PRUNING
 
+from prunex_mpi import export as options
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.resolve import make
@@ -22,7 +23,6 @@ from prunex_mpi.data.decoding import decoding_threads
 from prunex_mpi.models.standalone import PLAN
 from prunex_mpi.run import finished_run
 from prunex_mpi.tools import evaluate_network
-from prunex_mpi.tools import export_options as options
 from prunex_mpi.tools import export_run as export
 from prunex_mpi.tools.evaluate_network import describe, evaluate, outcome, read_network
 from prunex_mpi.tools.evaluate_options import Options, parse

@@ -11,6 +11,7 @@ import torch
 from jobs import run_folder, run_job_here
 from nodes import WORLD
 
+from prunex_mpi import export as export_program
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.resolve import make
@@ -18,10 +19,8 @@ from prunex_mpi.data.text import Windows
 from prunex_mpi.data.text_files import Tokens as TextTokens
 from prunex_mpi.models.inputs import Tokens
 from prunex_mpi.run.finished_run import read_finished_run
-from prunex_mpi.tools import export_options
-from prunex_mpi.tools.evaluate_network import evaluate
+from prunex_mpi.tools.evaluate_network import count_tokens, evaluate
 from prunex_mpi.tools.evaluate_options import parse
-from prunex_mpi.tools.evaluate_text import count
 from prunex_mpi.tools.export_run import export
 from prunex_mpi.tools.report.read_runs import read_run
 
@@ -82,7 +81,7 @@ def test_of_another_text_all_is_tested_and_of_the_run_s_the_test_part(capfd):
         data = write(folder / "text", TEXT)
         train(folder, "run", data)
         if WORLD.rank == 0:
-            export(export_options.parse([str(folder / "run"), f"--model={MODEL}", "--repeat=0"]))
+            export(export_program.parse([str(folder / "run"), f"--model={MODEL}", "--repeat=0"]))
             (folder / "moved").write_text(TEXT)
             (folder / "other").write_text(TEXT[:999])
             (folder / "short").write_text(TEXT[:8])
@@ -131,7 +130,7 @@ def test_the_file_of_a_tokenizer_may_be_gone_after_the_run(monkeypatch):
         train(folder, "run", data, tokenizer="own.json")
         if WORLD.rank == 0:
             file.unlink()
-            export(export_options.parse([str(folder / "run"), f"--model={MODEL}", "--repeat=0"]))
+            export(export_program.parse([str(folder / "run"), f"--model={MODEL}", "--repeat=0"]))
         WORLD.Barrier()
         flags, moved = ("--model", MODEL, "--json=found"), ("--dataset=text", f"--data-dir={data}")
         for network in (["run"], ["run/model", *moved]):
@@ -155,7 +154,7 @@ def test_so_many_windows_are_tested_at_once(batch, sizes):
         seen.append(len(windows))
         return torch.zeros(*windows.shape, 8)
 
-    sums = count(model, shard, Tokens(8, 8), torch.device("cpu"), batch, Heartbeat())
+    sums = count_tokens(model, shard, Tokens(8, 8), torch.device("cpu"), batch, Heartbeat())
     assert seen == sizes
     assert sums.tolist() == pytest.approx([40 * math.log(8), 40])
 

@@ -9,8 +9,8 @@ from nodes import WORLD
 from tiny_text import gpt
 
 from prunex_mpi.config.resolve import make
+from prunex_mpi.export import parse
 from prunex_mpi.models import standalone
-from prunex_mpi.tools.export_options import parse
 from prunex_mpi.tools.export_run import SAMPLED_TOKENS, export, smaller
 
 pytestmark = pytest.mark.two_ranks

@@ -6,8 +6,8 @@ from prunex_mpi.base.record_keys import CONSENSUS_PHASES
 from prunex_mpi.base.tables import Table
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.research.bench.workbench import Bench
-from prunex_mpi.run.learn import outer_iterations
 from prunex_mpi.run.start import set_up
+from prunex_mpi.run.supervision import outer_iterations
 
 AIM_PERCENT = 5.0
 # A quarter of an epoch of CIFAR-10's 50,000 images on 4 ranks at batch 32.

@@ -14,7 +14,6 @@ from prunex_mpi.base.tables import Table, as_json, format_table
 from prunex_mpi.comm.agreement import run_collectively, run_on_first
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.problem import make_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.bench import (
@@ -26,6 +25,7 @@ from prunex_mpi.research.bench import (
 )
 from prunex_mpi.research.bench.bench_options import Options, choose_sections
 from prunex_mpi.research.bench.workbench import IMAGES, Bench
+from prunex_mpi.run.problem import make_model
 from prunex_mpi.run.start import check_launched_together, find_transport, take_places
 from prunex_mpi.settings.fields import Settings
 

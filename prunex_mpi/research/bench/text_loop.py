@@ -14,12 +14,12 @@ from torch import nn
 
 from prunex_mpi.base.tables import Table
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.loading import load_dataset
-from prunex_mpi.core.problem import make_model
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.research.bench.beside_torch import Turn, dense_turn
 from prunex_mpi.research.bench.workbench import Bench
+from prunex_mpi.run.loading import load_dataset
+from prunex_mpi.run.problem import make_model
 from prunex_mpi.tools.timing import Action, wall_times
 
 AIM = 0.95

@@ -9,10 +9,10 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import State, build_state
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
+from prunex_mpi.run.problem import make_model
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.timing import Action, wall_times
 

@@ -17,8 +17,6 @@ from prunex_mpi.base.files import telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import broadcast_text, run_collectively, run_on_first
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.loading import CPU, load_dataset
-from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.schedule import steps_with, total_steps
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches
 from prunex_mpi.data.datasets import Dataset
@@ -27,6 +25,8 @@ from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.compare.compare_options import Options, check_equal_length
+from prunex_mpi.run.loading import CPU, load_dataset
+from prunex_mpi.run.problem import make_model
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import Settings
 

@@ -26,9 +26,15 @@ from prunex_mpi.research.compare.plan import named
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
-from prunex_mpi.tools.evaluate_network import Network, judge, load_images, read_network
+from prunex_mpi.tools.evaluate_network import (
+    Network,
+    judge,
+    judge_text,
+    load_images,
+    read_network,
+    read_text_for,
+)
 from prunex_mpi.tools.evaluate_options import BATCH
-from prunex_mpi.tools.evaluate_text import judge_text, read_text_for
 
 REVEAL = "reveal.json"
 

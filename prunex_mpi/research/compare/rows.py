@@ -44,7 +44,6 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.config.cli import read_saved, resumed_by_tokenizer
 from prunex_mpi.config.resolve import FIELDS, first_difference, flat_values
-from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import every_rank_sends
 from prunex_mpi.methods.exchanges import operations_of
 from prunex_mpi.models.inputs import inputs_from
@@ -58,6 +57,7 @@ from prunex_mpi.run import job
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.pretrained import TORCHVISION
+from prunex_mpi.run.problem import make_model
 from prunex_mpi.run.program import watched
 from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
 from prunex_mpi.settings.values import left_open

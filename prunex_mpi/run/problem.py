@@ -13,12 +13,17 @@ from prunex_mpi.comm.agreement import digests_agree, run_collectively
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.broadcast import broadcast_weights_
-from prunex_mpi.core.loading import measure_colours
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Problem
-from prunex_mpi.core.task import IMAGES, next_token
-from prunex_mpi.data.batches import Augmentation, BatchStream, Look, evaluation_batches
+from prunex_mpi.core.task import EVALUATION_BATCH, IMAGES, next_token
+from prunex_mpi.data.batches import (
+    Augmentation,
+    BatchStream,
+    Look,
+    evaluation_batches,
+    images_at_once,
+)
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.text import TextSet, WindowStream, window_batches
 from prunex_mpi.models import batchnorm
@@ -26,6 +31,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.draws import seed_all
 from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.models.layout import trained_parameters
+from prunex_mpi.run.loading import measure_colours
 from prunex_mpi.settings.fields import Settings
 
 
@@ -128,7 +134,9 @@ def _feed_of_images(
         changes=Augmentation(settings.augment == "resized-crop", settings.transforms),
     )
     batches = partial(evaluation_batches, look=look)
-    return {"task": IMAGES, "train": train, "batches": batches, "mean": mean, "std": std}
+    at_once = min(EVALUATION_BATCH, images_at_once(dataset.train))
+    kind = {"task": IMAGES, "train": train, "batches": batches, "at_once": at_once}
+    return {**kind, "mean": mean, "std": std}
 
 
 def _try_compiler(device: torch.device) -> None:

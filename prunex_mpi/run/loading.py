@@ -3,7 +3,6 @@
 A text is read once per machine, and each rank gets its windows of it.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -31,6 +30,7 @@ from prunex_mpi.data.decoding import Access, decoding_threads
 from prunex_mpi.data.image_files import BOTH, CONTENTS, TEST, TRAIN, Known, read_share
 from prunex_mpi.data.text import TextSet, take_windows
 from prunex_mpi.data.text_files import BYTES, Text, Tokenizer, forget, map_text, prepare
+from prunex_mpi.diagnosis.facts import gpu_identity
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.settings.fields import TEXT, Settings
 
@@ -245,14 +245,6 @@ def free_room(topology: Topology, device: torch.device) -> int | None:
     least = np.array([free // sharers], dtype=np.int64)
     topology.world.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
     return int(least[0])
-
-
-def gpu_identity(device: torch.device) -> str:
-    """Return what the GPU is known by on all machines, as its number is not."""
-    if uuid := getattr(torch.cuda.get_device_properties(device), "uuid", ""):
-        return str(uuid)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return f"{MPI.Get_processor_name()}/{visible}/{device.index}"
 
 
 def measure_colours(
