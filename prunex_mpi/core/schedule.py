@@ -78,6 +78,9 @@ def find_stage(
     k: int, settings: Settings, frozen: bool, position: Position, measured: bool
 ) -> Stage:
     """Return the stage of outer iteration `k` of a run whose masks are `frozen`, or not yet."""
+    if not settings.method.consensus:
+        prune = settings.method.prunes_once and k == settings.options.prune_iteration
+        return Stage(strict=1.0, choose=prune, vote=True, freeze=prune, measured=False)
     strict = strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations)
     freeze = not frozen and (position.freeze_next or k == settings.freeze_iteration)
     # The delivered z must satisfy the constraint: its masks are voted even after a union.

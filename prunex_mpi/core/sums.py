@@ -23,7 +23,6 @@ Distributed Lion's servers do. With `up` bits for a number and `down` for a resu
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -252,119 +251,111 @@ def bytes_handed_over(numel: int, workers: int, up: int, down: int) -> int:
     return sent if goes_to_all(workers, up, down) else sent + share * down // 8
 
 
-def allocate_counts(wire: Wire, like: Tensor, up: int, down: int) -> dict[str, Any]:
-    """Return memory for the numbers of a vector [n], for what travels, and for sums."""
-    workers = wire.comm.size
-    share, to_all = share_of_row(like.numel(), workers), goes_to_all(workers, up, down)
-    numbers = torch.zeros(workers, share, dtype=torch.uint8, device=like.device)
-    rows = workers if to_all else 1
-    # The largest sum: all workers' largest numbers.
-    wide = workers * ((1 << up) - 1) > torch.iinfo(torch.uint8).max
-    sums = torch.empty(rows, share, dtype=torch.int16 if wide else torch.uint8, device=like.device)
-    packed = numbers.new_empty(workers, share * up // 8)
-    return {
-        "to_all": to_all,
-        "numbers": numbers,
-        "packed": packed,
-        "received": packed.new_empty(workers, *packed.shape) if to_all else packed.clone(),
-        "spare": torch.empty_like(sums, dtype=torch.uint8),
-        "sums": sums,
-        "result": None if to_all else numbers.new_empty(1, share * down // 8),
-        "results": None if to_all else numbers.new_empty(workers, share * down // 8),
-    }
+class Counts:
+    """Whole numbers of `up` bits, one per element of a vector, and the way to their sums.
 
-
-def sum_numbers_(wire: Wire, space: dict[str, Any], up: int) -> Tensor:
-    """Return the sums over all workers of `numbers` [comm.size, share]: of all, or of a share.
-
-    `numbers` must be below 2^up. Collective on `wire.comm`.
+    This worker's are in `numbers`, uint8 [comm.size, share]. Where they go `to_all`, every worker
+    adds them up, else each one share, and hands what comes of it to all in `down` bits.
     """
-    packed, received, sums = space["packed"], space["received"], space["sums"]
-    quantise.pack_(space["numbers"], up, packed)
-    if space["to_all"]:
-        wire.gather_(packed.view(-1), received.view(wire.comm.size, -1))
-    else:
-        wire.deal_(packed, received)
-    sums.zero_()
-    for part in received:
-        quantise.unpack_(part.view(sums.shape[0], -1), up, space["spare"])
-        sums.add_(space["spare"])
-    return sums
+
+    def __init__(self, wire: Wire, like: Tensor, up: int, down: int) -> None:
+        self.wire, self.up, self.down = wire, up, down
+        workers = wire.comm.size
+        share, self.to_all = share_of_row(like.numel(), workers), goes_to_all(workers, up, down)
+        self.numbers = torch.zeros(workers, share, dtype=torch.uint8, device=like.device)
+        # The largest sum: all workers' largest numbers.
+        wide = workers * ((1 << up) - 1) > torch.iinfo(torch.uint8).max
+        rows, dtype = workers if self.to_all else 1, torch.int16 if wide else torch.uint8
+        self._sums = torch.empty(rows, share, dtype=dtype, device=like.device)
+        self._part = torch.empty_like(self._sums, dtype=torch.uint8)
+        new, packed = self.numbers.new_empty, share * up // 8
+        self._packed = new(workers, packed)
+        self._received = new(*((workers,) if self.to_all else ()), workers, packed)
+        self._result = new(0 if self.to_all else share * down // 8)
+        self._results = new(workers, self._result.numel())
+
+    def sum_(self) -> Tensor:
+        """Return the sums over all workers of `numbers` [comm.size, share]: of all, or of a share.
+
+        `numbers` must be below 2^up. Collective on the wire.
+        """
+        wire, packed, sums = self.wire, self._packed, self._sums
+        quantise.pack_(self.numbers, self.up, packed)
+        if self.to_all:
+            wire.gather_(packed.view(-1), self._received.view(wire.comm.size, -1))
+        else:
+            wire.deal_(packed, self._received)
+        sums.zero_()
+        for part in self._received:
+            quantise.unpack_(part.view(sums.shape[0], -1), self.up, self._part)
+            sums.add_(self._part)
+        return sums
+
+    def spread_(self, share: Tensor) -> Tensor:
+        """Return every worker's share of results as numbers [comm.size, share].
+
+        `share` [1, share] is uint8 and below 2^down, or of 16 bits. Collective on the wire.
+        """
+        result = self._result.view(1, -1)
+        if self.down == 16:
+            result.copy_(share.view(torch.uint8))
+        else:
+            quantise.pack_(share, self.down, result)
+        self.wire.gather_(self._result, self._results)
+        if self.down == 16:
+            return self._results.view(share.dtype)
+        quantise.unpack_(self._results, self.down, self.numbers)
+        return self.numbers
 
 
-def spread_(wire: Wire, space: dict[str, Any], share: Tensor, down: int) -> Tensor:
-    """Return every worker's share of results as numbers [comm.size, share].
+class SparseParts:
+    """Up to `count` elements of each worker: `values` and int32 `positions`."""
 
-    `share` [1, share] is uint8 and below 2^down, or of 16 bits. Collective on `wire.comm`.
-    """
-    result, results = space["result"], space["results"]
-    if down == 16:
-        result.copy_(share.view(torch.uint8))
-    else:
-        quantise.pack_(share, down, result)
-    wire.gather_(result.view(-1), results)
-    if down == 16:
-        return results.view(share.dtype)
-    quantise.unpack_(results, down, space["numbers"])
-    return space["numbers"]
+    def __init__(self, wire: Wire, like: Tensor, count: int) -> None:
+        self.wire, workers = wire, wire.comm.size
+        self._room = max(1, wire.transport.bucket_bytes // (like.element_size() * workers))
+        self.values = like.new_empty(count)
+        self.positions = torch.empty_like(self.values, dtype=torch.int32)
+        self._all_values = like.new_empty(workers * min(count, self._room))
+        self._all_positions = torch.empty_like(self._all_values, dtype=torch.int32)
 
+    def add_to_(self, flat: Tensor, count: int) -> None:
+        """Add to `flat` what all workers send, of this one the first `count` elements.
 
-def allocate_sparse(wire: Wire, like: Tensor, count: int) -> dict[str, Any]:
-    """Return memory for `count` elements of this worker, and for one bucket of what all send."""
-    room = max(1, wire.transport.bucket_bytes // (like.element_size() * wire.comm.size))
-    values, all_values = like.new_empty(count), like.new_empty(wire.comm.size * min(count, room))
-    return {
-        "room": room,
-        "values": values,
-        "positions": torch.empty_like(values, dtype=torch.int32),
-        "all_values": all_values,
-        "all_positions": torch.empty_like(all_values, dtype=torch.int32),
-    }
+        Piece by piece and in them worker by worker, so that all workers get the same bits.
+        Collective on the wire.
+        """
+        wire, room, everyone = self.wire, self._room, (self._all_positions, self._all_values)
+        counts = wire.gather_counts(count)
+        for start in range(0, max(counts), room):
+            pieces = [min(max(c - start, 0), room) for c in counts]
+            mine = slice(start, start + pieces[wire.comm.rank])
+            wire.gather_parts_(self.values[mine], pieces, self._all_values)
+            wire.gather_parts_(self.positions[mine], pieces, self._all_positions)
+            places, addends = (t[: sum(pieces)].split(pieces) for t in everyone)
+            add_sparse_(flat, addends, places)
 
 
-def add_sparse_parts_(wire: Wire, space: dict[str, Any], count: int, flat: Tensor) -> None:
-    """Add to `flat` what all workers send, of this one the first `count` values and positions.
+class EqualParts:
+    """As many elements, or rows, of each worker: `values` [n] or [n, row], and `positions` [n]."""
 
-    Piece by piece and in them worker by worker, so that all workers get the same bits. Collective
-    on `wire.comm`.
-    """
-    values, positions = space["values"], space["positions"]
-    counts, room = wire.gather_counts(count), space["room"]
-    for start in range(0, max(counts), room):
-        pieces = [min(max(c - start, 0), room) for c in counts]
-        mine = slice(start, start + pieces[wire.comm.rank])
-        wire.gather_parts_(values[mine], pieces, space["all_values"])
-        wire.gather_parts_(positions[mine], pieces, space["all_positions"])
-        everyone = space["all_positions"], space["all_values"]
-        places, addends = (t[: sum(pieces)].split(pieces) for t in everyone)
-        add_sparse_(flat, addends, places)
+    def __init__(self, wire: Wire, values: Tensor, positions: Tensor) -> None:
+        self.wire, self.values, self.positions = wire, values, positions
+        workers, bucket = wire.comm.size, wire.transport.bucket_bytes
+        self._rows = min(len(values), max(1, bucket // (values[:1].nbytes * workers)))
+        self._all_values = values.new_empty(workers, self._rows, *values.shape[1:])
+        self._all_positions = positions.new_empty(workers, self._rows)
 
+    def sum_(self, out: Tensor) -> None:
+        """Set `out` to the sum of what the workers send. Collective on the wire."""
+        out.zero_()
+        for start in range(0, len(self.positions), self._rows):
+            values = self._gather(self.values, self._all_values, start)
+            add_sparse_(out, values, self._gather(self.positions, self._all_positions, start))
 
-def allocate_equal(wire: Wire, values: Tensor, positions: Tensor) -> dict[str, Any]:
-    """Return memory for `values` [n] or [n, row] and `positions` [n], of all for one bucket."""
-    workers = wire.comm.size
-    rows = min(len(values), max(1, wire.transport.bucket_bytes // (values[:1].nbytes * workers)))
-    return {
-        "values": values,
-        "positions": positions,
-        "all_values": values.new_empty(workers, rows, *values.shape[1:]),
-        "all_positions": positions.new_empty(workers, rows),
-    }
-
-
-def sum_sparse_(wire: Wire, space: dict[str, Any], out: Tensor) -> None:
-    """Set `out` to the sum of what the workers send, which is as much of each.
-
-    As `add_sparse_parts_`, with memory of `allocate_equal`. Collective on `wire.comm`.
-    """
-    out.zero_()
-    rows = space["all_positions"].shape[1]
-
-    def gather(kind: str, start: int) -> Tensor:
-        everyone, mine = space[f"all_{kind}"], space[kind][start : start + rows]
-        gathered = everyone.view(-1)[: len(everyone) * mine.numel()].view(len(everyone), -1)
-        wire.gather_(mine.view(-1), gathered)
+    def _gather(self, mine: Tensor, everyone: Tensor, start: int) -> Tensor:
+        """Return every worker's rows of a bucket, from `start` on. Collective on the wire."""
+        mine, workers = mine[start : start + self._rows], len(everyone)
+        gathered = everyone.view(-1)[: workers * mine.numel()].view(workers, -1)
+        self.wire.gather_(mine.view(-1), gathered)
         return gathered.view(-1, *mine.shape)
-
-    for start in range(0, len(space["positions"]), rows):
-        add_sparse_(out, gather("values", start), gather("positions", start))

@@ -15,16 +15,14 @@ zero, and gradients are packed without them. First layers are left alone, as in 
 Of n kernels ⌈keep ratio n⌉ stay, as everywhere here, and not ⌊keep ratio n⌋.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.metrics import prunable_and_kept
-from prunex_mpi.core.state import SHARED, RunContext, State, adopt_mask, freeze
+from prunex_mpi.core.state import SHARED, State, adopt_mask, freeze
+from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.lasso import SMOOTHING
@@ -32,26 +30,90 @@ from prunex_mpi.pruning.masks import Factors, build_factors, factor_views, mask_
 from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.settings.fields import Settings
 
-OPERATIONS = (
-    ("gradient", "workers", "Allreduce SUM", "dense; packed once pruned"),
-    ("kernels and patterns, once", "world", "Bcast", "a bit per group"),
-)
 # The groups that are to stay, of which there are fewer than parameters; none before the choice.
 CHOSEN = f"{SHARED}chosen"
 
 
-def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Allocate room for the choice."""
-    return {CHOSEN: torch.zeros(layout.numel, dtype=torch.bool)}
+class ClickTrain(Exchange):
+    """Choose kernels and patterns, penalise the others, prune them, and pack gradients."""
 
+    OPERATIONS = (
+        ("gradient", "workers", "Allreduce SUM", "dense; packed once pruned"),
+        ("kernels and patterns, once", "world", "Bcast", "a bit per group"),
+    )
+    everywhere = True
 
-def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
-    """Prepare the penalty on what is to go, if that is chosen."""
-    return {"penalised": penalised(context.state)}
+    def allocate(self) -> None:
+        self.penalised = penalised(self.state)
+
+    @staticmethod
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+        """Allocate room for the choice."""
+        return {CHOSEN: torch.zeros(layout.numel, dtype=torch.bool)}
+
+    def add_penalty_(self, loss: Tensor) -> None:
+        """Add the gradient of the penalty, between the choice and the pruning."""
+        state, coefficient = self.state, self.options.lasso
+        if state.frozen:
+            return
+        with state.position.clock.computing(state.theta.device):
+            for factors in self.penalised:
+                flats = (state.theta, state.grad)
+                views = (factor_views(flat, state.layout, state.groups, factors) for flat in flats)
+                for entry, theta, grad in zip(factors, *views, strict=True):
+                    kernel = state.groups.layers[entry.layer].kernel
+                    outside = (theta * (1 - entry.weights)).view(-1, kernel)
+                    norms = (outside.square().sum(dim=1, keepdim=True) + SMOOTHING).sqrt_()
+                    grad.view(-1, kernel).addcdiv_(outside, norms, value=coefficient)
+
+    def exchange_(self, flat: Tensor) -> None:
+        """Set the gradient to the sum of all workers', without what is pruned."""
+        state = self.state
+        if not state.frozen:
+            self.wire.reduce_(flat)
+            return
+        plan = state.message.plan
+        message = state.message.buffer[: plan.numel]
+        pack_(flat, plan, message)
+        self.wire.reduce_(message)
+        unpack_(message, plan, flat)
+
+    def follow_(self) -> None:
+        """Choose by the gradient of all, in the step that does. Collective on `world` in it."""
+        state, position, everyone = self.state, self.state.position, self.wires.everyone
+        if (position.iteration, position.step) != (self.options.choose_iteration + 1, 0):
+            return
+        total = state.groups.total
+        chosen = np.zeros(total, dtype=bool)
+        if everyone.comm.rank == 0:
+            products = torch.mul(state.theta, state.grad, out=state.scratch)
+            for selections in state.groups.kinds:
+                energies = group_energies(products, state.layout, state.groups, selections).numpy()
+                place = slice(selections[0].start, selections[-1].stop)
+                chosen[place] = select(energies, selections, 1.0)
+        chosen = everyone.broadcast_bits(chosen, kind="mask")
+        state.memory[CHOSEN][:total].copy_(torch.from_numpy(chosen))
+        self.penalised = penalised(state)
+
+    def prune_(self, done: int) -> float:
+        """Prune what is to go if `done` outer iterations are those of the option."""
+        state = self.state
+        if state.frozen or done != self.options.prune_iteration:
+            return 0.0
+        before = state.mask.bits
+        adopt_mask(state, state.memory[CHOSEN][: state.groups.total].numpy().copy())
+        freeze(state, consensus_sgd=True)
+        prunable, kept = prunable_and_kept(state)
+        log.info("pruned: %d of the %d weights of kernels are kept", kept, prunable)
+        return mask_drift(state.mask.bits, before)
+
+    @staticmethod
+    def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+        return layout.numel * size, f"{settings.aggregation}; less once kernels have been pruned"
 
 
 def penalised(state: State) -> tuple[Factors, ...]:
-    """Return, of kernels and of patterns, the factors of what is to stay."""
+    """Return of kernels and of patterns the factors of what is to stay, once it is chosen."""
     chosen = state.memory[CHOSEN][: state.groups.total].numpy()
     found = []
     for selections in state.groups.kinds if chosen.any() else ():
@@ -59,67 +121,3 @@ def penalised(state: State) -> tuple[Factors, ...]:
         mask[part] = chosen[part]
         found.append(build_factors(mask, state.groups, state.theta.device, state.theta.dtype))
     return tuple(found)
-
-
-def add_penalty_(wires: Wires, space: dict[str, Any], context: RunContext, loss: Tensor) -> None:
-    """Add the gradient of the penalty to `grad`, between the choice and the pruning."""
-    state, coefficient = context.state, context.settings.options.lasso
-    if state.frozen:
-        return
-    with state.position.clock.computing(state.theta.device):
-        for factors in space["penalised"]:
-            flats = (state.theta, state.grad)
-            views = (factor_views(flat, state.layout, state.groups, factors) for flat in flats)
-            for entry, theta, grad in zip(factors, *views, strict=True):
-                kernel = state.groups.layers[entry.layer].kernel
-                outside = (theta * (1 - entry.weights)).view(-1, kernel)
-                norms = (outside.square().sum(dim=1, keepdim=True) + SMOOTHING).sqrt_()
-                grad.view(-1, kernel).addcdiv_(outside, norms, value=coefficient)
-
-
-def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Set `grad` to the sum of all workers', without what is pruned. Collective on `wire.comm`."""
-    state = context.state
-    if not state.frozen:
-        wire.reduce_(state.grad)
-        return
-    plan = state.message.plan
-    message = state.message.buffer[: plan.numel]
-    pack_(state.grad, plan, message)
-    wire.reduce_(message)
-    unpack_(message, plan, state.grad)
-
-
-def follow_(wires: Wires, space: dict[str, Any], context: RunContext) -> None:
-    """Choose by the gradient of all, in the step that does. Collective on `world` in that step."""
-    state, position = context.state, context.state.position
-    if (position.iteration, position.step) != (context.settings.options.choose_iteration + 1, 0):
-        return
-    total = state.groups.total
-    chosen = np.zeros(total, dtype=bool)
-    if wires.everyone.comm.rank == 0:
-        products = torch.mul(state.theta, state.grad, out=state.scratch)
-        for selections in state.groups.kinds:
-            energies = group_energies(products, state.layout, state.groups, selections).numpy()
-            chosen[selections[0].start : selections[-1].stop] = select(energies, selections, 1.0)
-    chosen = wires.everyone.broadcast_bits(chosen, kind="mask")
-    state.memory[CHOSEN][:total].copy_(torch.from_numpy(chosen))
-    space["penalised"] = penalised(state)
-
-
-def prune_(wires: Wires, context: RunContext, done: int) -> float:
-    """Prune what is to go if `done` outer iterations are those of the option; return the drift."""
-    state = context.state
-    if state.frozen or done != context.settings.options.prune_iteration:
-        return 0.0
-    before = state.mask.bits
-    adopt_mask(state, state.memory[CHOSEN][: state.groups.total].numpy().copy())
-    freeze(state, consensus_sgd=True)
-    prunable, kept = prunable_and_kept(state)
-    log.info("pruned: %d of the %d weights of kernels are kept", kept, prunable)
-    return mask_drift(state.mask.bits, before)
-
-
-def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
-    """Return the bytes that a worker hands over in a step, and what they are."""
-    return layout.numel * size, f"{settings.aggregation}; less once kernels have been pruned"

@@ -1,7 +1,7 @@
 """The training methods: each declared once, with its own options, in one visible tuple.
 
-Whoever adds one writes its code in a file of this folder and declares it here; nothing else names
-it. Free of torch and MPI, since flags are read before either is loaded.
+Whoever adds one declares it here; its code is in a file of this folder (`exchanges.py`). Free of
+torch and MPI, since flags are read before either is loaded.
 """
 
 from dataclasses import dataclass
@@ -65,11 +65,10 @@ def check_prunex(settings: Settings) -> None:
 PRUNEX = Method(
     name="prunex",
     help="H-SADMM: prunes the consensus of each node before it leaves the node",
-    driver="hsadmm",
+    kind="consensus",
     options=PrunexOptions,
     check=check_prunex,
-    consensus=True,
-    prunes_groups=True,
+    prunes="groups",
 )
 
 
@@ -85,11 +84,9 @@ def check_prunex_flat(settings: Settings) -> None:
 PRUNEX_FLAT = Method(
     name="prunex-flat",
     help="ADMM without nodes: every rank sends all, pruned once all are added up",
-    driver="flat_consensus",
+    kind="flat consensus",
     check=check_prunex_flat,
-    consensus=True,
-    prunes_groups=True,
-    flat=True,
+    prunes="groups",
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -98,7 +95,7 @@ PRUNEX_FLAT = Method(
 
 
 def _local(name: str, help: str, options: type = NoOptions, **traits: Any) -> Method:
-    return Method(name=name, help=help, driver="local_sgd", options=options, **traits)
+    return Method(name=name, help=help, kind="local", options=options, **traits)
 
 
 LOCAL_SGD = _local(
@@ -132,7 +129,6 @@ DILOCO = _local(
     "local SGD whose mean change is a step with Nesterov momentum",
     DilocoOptions,
     defaults={"inner_momentum": "reset"},
-    outer_step=True,
 )
 
 
@@ -165,8 +161,7 @@ SPARSELOCO = _local(
     "sparseloco",
     "local SGD that sends the largest changes, 2 bits each",
     SparselocoOptions,
-    code="sparseloco",
-    own_format=True,
+    own_exchange=True,
 )
 
 
@@ -191,8 +186,7 @@ ONE_SHOT = _local(
     "local SGD, pruned at the end of one outer iteration",
     OneShotOptions,
     check=check_one_shot,
-    prunes_groups=True,
-    prunes_once=True,
+    prunes="groups",
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -201,18 +195,15 @@ ONE_SHOT = _local(
 
 
 def _per_step(name: str, help: str, options: type = NoOptions, **traits: Any) -> Method:
-    """Declare a method whose code is in the module of its name, unless `traits` name another."""
-    own = {"driver": "per_step", "code": name, "per_step": True} | traits
-    return Method(name=name, help=help, options=options, **own)
+    traits = {"kind": "per step", "own_exchange": True, **traits}
+    return Method(name=name, help=help, options=options, **traits)
 
 
-DENSE = _per_step(
-    "dense", "synchronous SGD: every gradient travels whole", plain_mean=True, overflow_safe=True
-)
+DENSE = _per_step("dense", "synchronous SGD: every gradient travels whole", overflow_safe=True)
 
-FP16 = _per_step("fp16", "gradients travel as float16", code="half", overflow_safe=True)
+FP16 = _per_step("fp16", "gradients travel as float16", overflow_safe=True)
 
-BF16 = _per_step("bf16", "gradients travel as bfloat16", code="half", overflow_safe=True)
+BF16 = _per_step("bf16", "gradients travel as bfloat16", overflow_safe=True)
 
 
 @dataclass(frozen=True)
@@ -241,8 +232,7 @@ DGC = _per_step(
     "dgc",
     "deep gradient compression: elements above a threshold, momentum corrected",
     DgcOptions,
-    own_momentum=True,
-    own_decay=True,
+    momentum_in="workers",
 )
 
 
@@ -305,8 +295,7 @@ LION = _per_step(
     "lion",
     "Distributed Lion: workers vote for signs",
     defaults={"lr": 0.001, "weight_decay": 0.05},
-    own_momentum=True,
-    momentum=False,
+    momentum_in="fixed",
 )
 
 
@@ -359,8 +348,7 @@ PRUNETRAIN = _per_step(
     "group lasso; emptied channels are taken out of the network",
     PrunetrainOptions,
     check=check_prunetrain,
-    plain_mean=True,
-    removes=True,
+    prunes="channels",
     overflow_safe=True,
 )
 
@@ -382,9 +370,6 @@ class PactrainOptions:
         "steps with an unchanged support after which a bucket travels compacted", 10, low=1
     )
     ternary: bool = option("send -1, 0 or 1 times a shared scale", False)
-    adaptive: bool = option(
-        "compact (and, with ternary, quantise) only where it is measured to pay", False
-    )
 
 
 def check_pactrain(settings: Settings) -> None:
@@ -449,7 +434,6 @@ GOSSIP = _per_step(
     "GossipGraD: each node averages its gradient with that of one other at a time",
     defaults={"aggregation": "hierarchical"},
     check=check_hierarchical,
-    drifts=True,
 )
 
 PARALLAX = _per_step(
@@ -471,7 +455,7 @@ CLICKTRAIN = _per_step(
     "ClickTrain: kernels and patterns of them, chosen by one batch and pruned later",
     ClicktrainOptions,
     check=check_clicktrain,
-    own_groups=("kernel", "pattern"),
+    prunes="kernels",
 )
 
 PACTRAIN = _per_step(
@@ -479,7 +463,7 @@ PACTRAIN = _per_step(
     "pruned weights, and gradients whose sparsity all workers know",
     PactrainOptions,
     check=check_pactrain,
-    prunes_weights=True,
+    prunes="weights",
     overflow_safe=True,
 )
 

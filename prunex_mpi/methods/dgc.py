@@ -7,26 +7,21 @@ accumulates on the workers are gradients alone.
 """
 
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from prunex_mpi.comm.wire import COUNT_BYTES, Wire
+from prunex_mpi.comm.wire import COUNT_BYTES
 from prunex_mpi.compress import sparse, threshold
 from prunex_mpi.core.schedule import steps_taken, total_steps
 from prunex_mpi.core.state import OWN, SHARED, RunContext, State
-from prunex_mpi.core.sums import add_sparse_parts_, allocate_sparse
+from prunex_mpi.core.sums import SparseParts
+from prunex_mpi.methods.exchange import RESIDUAL, Exchange
 from prunex_mpi.models.layout import Layout, pieces_of
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO
 
-OPERATIONS = (
-    ("tensors of one dimension", "workers", "Allreduce SUM", "dense"),
-    ("how many elements there are", "workers", "Allgather", "one int64"),
-    ("elements, in buckets", "workers", "Allgatherv", "values, then int32 positions"),
-)
-MOMENTUM, RESIDUAL = f"{OWN}momentum", f"{OWN}residual"
+MOMENTUM = f"{OWN}momentum"
 # The momentum of what is not accumulated on the workers: weight decay, and tensors sent whole.
 COMMON = f"{SHARED}momentum"
 # The warm-up by itself: the paper's, but no larger part of a shorter run than the 5 epochs of 200
@@ -36,40 +31,79 @@ WARMUP_EPOCHS, WARMUP_SHARE = 4, Fraction(1, 40)
 SAMPLE = 0.01
 
 
-def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Allocate the accumulated momentum and what has not been sent yet, and the common momentum."""
-    sparse.check_positions(layout)
-    return {key: torch.zeros_like(theta) for key in (MOMENTUM, RESIDUAL, COMMON)}
+class Dgc(Exchange):
+    """Send the largest of the momentum that a worker accumulates."""
 
+    OPERATIONS = (
+        ("tensors of one dimension", "workers", "Allreduce SUM", "dense"),
+        ("how many elements there are", "workers", "Allgather", "one int64"),
+        ("elements, in buckets", "workers", "Allgatherv", "values, then int32 positions"),
+    )
+    own_decay = True
 
-def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
-    """Return memory for the most that this worker sends, and for one bucket of what all do."""
-    theta, settings = context.state.theta, context.settings
-    compressed, whole = threshold.divide(context.state.layout, settings.options.ratio)
-    largest = threshold.ratio_in(0, warmup_parts(settings), settings.options.ratio)
-    return {
-        **allocate_sparse(wire, theta, sum(sparse.kept_per_layer(compressed, largest))),
-        "whole": theta.new_empty(sum(s.numel for s in whole)),
-        "chosen": torch.empty_like(theta, dtype=torch.bool),
-    }
+    def allocate(self) -> None:
+        theta, ratio = self.state.theta, self.options.ratio
+        self.compressed, self.whole = threshold.divide(self.state.layout, ratio)
+        largest = threshold.ratio_in(0, warmup_parts(self.settings), ratio)
+        most = sum(sparse.kept_per_layer(self.compressed, largest))
+        self.sent = SparseParts(self.wire, theta, most)
+        self.dense = theta.new_empty(sum(s.numel for s in self.whole))
+        self.chosen = torch.empty_like(theta, dtype=torch.bool)
 
+    @staticmethod
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+        """Allocate the accumulated momentum, what has not been sent, and the common momentum."""
+        sparse.check_positions(layout)
+        return {key: torch.zeros_like(theta) for key in (MOMENTUM, RESIDUAL, COMMON)}
 
-def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Send the largest momentum; set `grad` to the sum of all. Collective on `wire.comm`."""
-    state, settings, grad = context.state, context.settings, context.state.grad
-    momentum, residual = state.memory[MOMENTUM], state.memory[RESIDUAL]
-    compressed, whole = threshold.divide(state.layout, settings.options.ratio)
-    sparse.move_whole_(grad, whole, space["whole"])
-    wire.reduce_(space["whole"])
-    if compressed:
-        threshold.accumulate_(momentum, residual, grad, settings.momentum)
-        spare, sent = (state.scratch, space["chosen"]), (space["values"], space["positions"])
-        ratio, step = ratio_of(context), steps_taken(context)
-        count = threshold.select_above_(residual, compressed, ratio, SAMPLE, step, spare, sent)
-        threshold.forget_sent_(momentum, residual, space["positions"][:count])
-        grad.zero_()
-        add_sparse_parts_(wire, space, count, grad)
-    add_common_(space, context)
+    def exchange_(self, flat: Tensor) -> None:
+        """Send the largest momentum; set the gradient to the sum of all."""
+        state, sent = self.state, self.sent
+        momentum, residual = state.memory[MOMENTUM], state.memory[RESIDUAL]
+        sparse.move_whole_(flat, self.whole, self.dense)
+        self.wire.reduce_(self.dense)
+        if self.compressed:
+            threshold.accumulate_(momentum, residual, flat, self.settings.momentum)
+            how = ratio_of(self.context), SAMPLE, steps_taken(self.context)
+            spare, out = (state.scratch, self.chosen), (sent.values, sent.positions)
+            count = threshold.select_above_(residual, self.compressed, *how, spare, out)
+            threshold.forget_sent_(momentum, residual, sent.positions[:count])
+            flat.zero_()
+            sent.add_to_(flat, count)
+        self.add_common_(flat)
+
+    def add_common_(self, grad: Tensor) -> None:
+        """Add weight decay and the tensors that travelled whole, by their own momentum."""
+        state, settings = self.state, self.settings
+        fresh = torch.mul(state.theta, settings.weight_decay, out=state.scratch)
+        spared = [s for s in state.layout.segments if len(s.shape) < 2]
+        if settings.weight_decay_on == "weights" and spared:
+            torch._foreach_zero_(pieces_of(fresh, spared))
+        if self.whole:
+            added = list(self.dense.split([s.numel for s in self.whole]))
+            torch._foreach_add_(pieces_of(fresh, self.whole), added)
+        grad.add_(state.memory[COMMON].mul_(settings.momentum).add_(fresh))
+
+    @staticmethod
+    def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
+        """Return how many bytes are positions, of what does not travel whole."""
+        size, steps = state.theta.element_size(), state.position.steps_done
+        parts, whole = threshold.divide(state.layout, settings.options.ratio)
+        others = sum(segment.numel for segment in whole) * size + (COUNT_BYTES if parts else 0)
+        return sparse.position_bytes(payload - steps * others, size)
+
+    @staticmethod
+    def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+        compressed, whole = threshold.divide(layout, settings.options.ratio)
+        dense = sum(s.numel for s in whole)
+        if not compressed:
+            return dense * size, settings.aggregation
+        count = sum(sparse.kept_per_layer(compressed, settings.options.ratio))
+        how = f"at most {count:,} values and positions, {dense:,} elements whole"
+        if settings.options.warmup_epochs:
+            how += "; more in the warm-up"
+        pairs = count * (size + sparse.POSITION_BYTES) + COUNT_BYTES
+        return pairs + dense * size, f"{how}, {settings.aggregation}"
 
 
 def ratio_of(context: RunContext) -> float:
@@ -96,40 +130,3 @@ def warmup_parts(settings: Settings) -> int:
     """Return in how many equal parts the share falls in the warm-up."""
     epochs = settings.options.warmup_epochs
     return threshold.parts_of(WARMUP_EPOCHS if epochs == AUTO else epochs)
-
-
-def add_common_(space: dict[str, Any], context: RunContext) -> None:
-    """Add weight decay and the tensors that travelled whole to `grad`, by their own momentum."""
-    state, settings = context.state, context.settings
-    _, whole = threshold.divide(state.layout, settings.options.ratio)
-    fresh = torch.mul(state.theta, settings.weight_decay, out=state.scratch)
-    spared = [s for s in state.layout.segments if len(s.shape) < 2]
-    if settings.weight_decay_on == "weights" and spared:
-        torch._foreach_zero_(pieces_of(fresh, spared))
-    pieces = pieces_of(fresh, whole)
-    if pieces:
-        torch._foreach_add_(pieces, list(space["whole"].split([s.numel for s in whole])))
-    common = state.memory[COMMON].mul_(settings.momentum).add_(fresh)
-    state.grad.add_(common)
-
-
-def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
-    """Return how many of a run's `payload` bytes are positions, of what does not travel whole."""
-    size, steps = state.theta.element_size(), state.position.steps_done
-    parts, whole = threshold.divide(state.layout, settings.options.ratio)
-    others = sum(segment.numel for segment in whole) * size + (COUNT_BYTES if parts else 0)
-    return sparse.position_bytes(payload - steps * others, size)
-
-
-def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
-    """Return the bytes that a worker hands over in a step, and what they are."""
-    compressed, whole = threshold.divide(layout, settings.options.ratio)
-    dense = sum(s.numel for s in whole)
-    if not compressed:
-        return dense * size, settings.aggregation
-    count = sum(sparse.kept_per_layer(compressed, settings.options.ratio))
-    how = f"at most {count:,} values and positions, {dense:,} elements whole"
-    if settings.options.warmup_epochs:
-        how += "; more in the warm-up"
-    pairs = count * (size + sparse.POSITION_BYTES) + COUNT_BYTES
-    return pairs + dense * size, f"{how}, {settings.aggregation}"

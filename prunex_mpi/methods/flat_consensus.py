@@ -1,4 +1,4 @@
-"""The driver of flat consensus: ADMM in which every rank agrees with z directly.
+"""Phases 2 to 4 of flat consensus: ADMM in which every rank agrees with z directly.
 
 The paper's Fig. 1b, its PruneX (AR): global variable consensus (Boyd et al. 2011, section 7.1.1)
 with the sparsity on z. There are no nodes and no leaders, one dual u_ij and one penalty rho1, and
@@ -18,55 +18,34 @@ Phases and names are those of `hsadmm.py`; z_i is z, and v is zero throughout.
 
 import numpy as np
 
-from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wires
 from prunex_mpi.core import admm
-from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.exchange import exchange_, take_over_
-from prunex_mpi.core.loop import measures_residuals, phase, rounds, split_local
+from prunex_mpi.core.loop import Round, phase
 from prunex_mpi.core.mask_agreement import project_locally
-from prunex_mpi.core.schedule import Stage, find_stage, may_stop
-from prunex_mpi.core.state import KNOWN, RunContext, State, adopt_mask, freeze, wires_of
-from prunex_mpi.core.statistics import find_reference_
-from prunex_mpi.core.steps import Rounds
-from prunex_mpi.methods.hsadmm import end_iteration, local_computation, update_duals
+from prunex_mpi.core.schedule import Stage
+from prunex_mpi.core.state import KNOWN, RunContext, State, adopt_mask, freeze
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import scale_, squared_distances
 from prunex_mpi.settings.fields import Settings
 
 
-def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
-    """Train from `position` on; yield as `hsadmm.outer_iterations`. Collective on `world`.
+def agree_on_z(
+    wires: Wires, context: RunContext, this: Round, stage: Stage
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Set z, and z_i, to the projection of z~; return how z_i, and z beside it, moved per layer.
 
-    The residuals between nodes are zero. Raises Diverged on every rank.
+    Squared, where it is measured; the residuals between nodes are zero. Collective on
+    `leader.comm`, which holds all ranks.
     """
-    state, settings, position = context.state, context.settings, context.state.position
-    wires = wires_of(topology, state, context.transport)
-    for this in rounds(context):
-        measured = measures_residuals(context, this)
-        stage = find_stage(this.k, settings, state.frozen, position, measured)
-        with phase(context, this, "local"):
-            loss = yield from local_computation(None, context)
-            if loss is None:
-                return
-            check_divergence(topology, context, loss)
-        split_local(context, this, waiting="intra")
-        with phase(context, this, "inter"):
-            sum_candidates_(wires, state, settings)
-        with phase(context, this, "project"):
-            moved = project_(wires, state, settings, stage)
-            if stage.freeze:
-                freeze(state, settings.after_freeze == "local-sgd")
-        with phase(context, this, "dual"):
-            still = None if moved is None else np.zeros_like(moved)
-            norms = None if state.consensus_sgd else update_duals(state, moved, still)
-            this.residuals.update(admm.own_residuals(norms, state))
-            residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
-
-        converged = may_stop(stage, settings, state.frozen) and admm.converges(residuals)
-        yield end_iteration(topology, context, this, stage, loss, residuals, converged)
-        if converged:
-            return
+    state, settings = context.state, context.settings
+    with phase(context, this, "inter"):
+        sum_candidates_(wires, state, settings)
+    with phase(context, this, "project"):
+        moved = project_(wires, state, settings, stage)
+        if stage.freeze:
+            freeze(state, settings.after_freeze == "local-sgd")
+    return moved, None if moved is None else np.zeros_like(moved)
 
 
 def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
@@ -75,7 +54,6 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     Until the masks are frozen nothing is masked. What z was before is `last_z`. Collective on
     `leader.comm`, which holds all ranks.
     """
-    find_reference_(wires, state)
     batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
     # z_i is z, whose value is at hand: its memory may hold what this rank sends.
     candidate = admm.sum_candidate(state)

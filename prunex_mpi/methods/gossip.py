@@ -9,27 +9,40 @@ apart: theta and momentum are each node's own, and what is evaluated and deliver
 over all ranks.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
+from torch import Tensor
 
-from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.schedule import steps_taken
-from prunex_mpi.core.state import RunContext
+from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
-OPERATIONS = (
-    ("gradient of the node", "leader", "Sendrecv", "dense"),
-    ("z, the mean", "leader", "Allreduce SUM", "dense, once per outer iteration, to evaluate"),
-)
 
+class Gossip(Exchange):
+    """Average a node's gradient with that of one other."""
 
-def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
-    """Return memory for another node's gradient, and the shuffled circles."""
-    circles = make_circles(context.settings.seed, wire.comm.size)
-    return {"received": torch.empty_like(context.state.theta), "circles": circles}
+    OPERATIONS = (
+        ("gradient of the node", "leader", "Sendrecv", "dense"),
+        ("z, the mean", "leader", "Allreduce SUM", "dense, once per outer iteration, to evaluate"),
+    )
+    drifts = True
+
+    def allocate(self) -> None:
+        self.received = torch.empty_like(self.state.theta)
+        self.circles = make_circles(self.settings.seed, self.wire.comm.size)
+
+    def exchange_(self, flat: Tensor) -> None:
+        """Set the gradient to its mean with another node's."""
+        if self.wire.comm.size == 1:
+            return
+        to, source = neighbours(self.circles, self.wire.comm.rank, steps_taken(self.context))
+        self.wire.shift_(flat, to, self.received, source)
+        flat.add_(self.received).mul_(0.5)
+
+    @staticmethod
+    def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+        return layout.numel * size if workers > 1 else 0, "to one other node"
 
 
 def make_circles(seed: int, nodes: int) -> list[list[int]]:
@@ -45,18 +58,3 @@ def neighbours(circles: list[list[int]], node: int, step: int) -> tuple[int, int
     circle = circles[step // period % nodes]
     place, distance = circle.index(node), 1 << step % period
     return circle[(place + distance) % nodes], circle[(place - distance) % nodes]
-
-
-def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Set `grad` to its mean with another node's. Collective on `wire.comm`."""
-    if wire.comm.size == 1:
-        return
-    grad, received = context.state.grad, space["received"]
-    to, source = neighbours(space["circles"], wire.comm.rank, steps_taken(context))
-    wire.shift_(grad, to, received, source)
-    grad.add_(received).mul_(0.5)
-
-
-def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
-    """Return the bytes that a worker hands over in a step, and what they are."""
-    return layout.numel * size if workers > 1 else 0, "to one other node"

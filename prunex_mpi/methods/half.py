@@ -6,55 +6,58 @@ for numbers that become too small. MPI adds up neither type, so workers add up s
 round their sums once (`comm/collectives.py`). Nothing is remembered of what rounding takes away.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import FAILURE, UserError
-from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import RunContext
 from prunex_mpi.core.steps import ask_to_stop_
+from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
-OPERATIONS = (
-    ("gradient, 16 bits", "workers", "Alltoall", "a share for each worker"),
-    ("sums, 16 bits", "workers", "Allgather", "each worker's share"),
-)
-TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+class Bf16(Exchange):
+    """Round gradients, and their sums, to 16 bits."""
+
+    OPERATIONS = (
+        ("gradient, 16 bits", "workers", "Alltoall", "a share for each worker"),
+        ("sums, 16 bits", "workers", "Allgather", "each worker's share"),
+    )
+    dtype = torch.bfloat16
+
+    def allocate(self) -> None:
+        self.rounded = torch.empty_like(self.state.theta, dtype=self.dtype)
+
+    def exchange_(self, flat: Tensor) -> None:
+        """Set the gradient to the rounded sum of rounded gradients."""
+        self.wire.reduce_halves_(self.rounded.copy_(flat))
+        self.look_at_(self.rounded)
+        flat.copy_(self.rounded)
+
+    def look_at_(self, total: Tensor) -> None:
+        """Note as a failure what has gone wrong in the sum; bfloat16 has the range of float32."""
+
+    @staticmethod
+    def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+        return layout.numel * Bf16.dtype.itemsize, f"16 bits, {settings.aggregation}"
 
 
-def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
-    """Return memory for the gradient in 16 bits."""
-    theta = context.state.theta
-    return {"rounded": torch.empty_like(theta, dtype=TYPES[context.settings.method.name])}
+class Fp16(Bf16):
+    """The same in float16, which has a largest number."""
 
+    dtype = torch.float16
 
-def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Set `grad` to the rounded sum of rounded gradients. Collective on `wire.comm`."""
-    rounded = space["rounded"].copy_(context.state.grad)
-    wire.reduce_halves_(rounded)
-    note_overflow_(rounded, context)
-    context.state.grad.copy_(rounded)
+    def look_at_(self, total: Tensor) -> None:
+        """Note as a failure that finite gradients have become infinite in float16.
 
-
-def note_overflow_(total: Tensor, context: RunContext) -> None:
-    """Note as a failure that finite gradients have become infinite in float16, in their `total`.
-
-    A loss scaler leaves such a step out instead.
-    """
-    state = context.state
-    if total.dtype != torch.float16 or state.scaler.is_enabled() or context.failures:
-        return
-    if bool(torch.isinf(total).any()) and bool(torch.isfinite(state.grad).all()):
-        most = torch.finfo(torch.float16).max
-        text = f"gradients are beyond {most:g}, the largest that float16 holds"
-        advice = "give --method bf16, which has the range of float32, or lower --lr"
-        context.failures.append(UserError(f"{text}: {advice}", FAILURE))
-        ask_to_stop_(context)
-
-
-def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
-    """Return the bytes that a worker hands over in a step, and what they are."""
-    return layout.numel * TYPES[settings.method.name].itemsize, f"16 bits, {settings.aggregation}"
+        A loss scaler leaves such a step out instead.
+        """
+        state, failures = self.state, self.context.failures
+        if state.scaler.is_enabled() or failures:
+            return
+        if bool(torch.isinf(total).any()) and bool(torch.isfinite(state.grad).all()):
+            most = torch.finfo(torch.float16).max
+            text = f"gradients are beyond {most:g}, the largest that float16 holds"
+            advice = "give --method bf16, which has the range of float32, or lower --lr"
+            failures.append(UserError(f"{text}: {advice}", FAILURE))
+            ask_to_stop_(self.context)

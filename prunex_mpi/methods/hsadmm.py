@@ -14,6 +14,18 @@ everywhere. All are flat vectors over all parameters (`layout`). P_i ranks in no
 With step sync phase 2 sends statistics alone; without duals phase 5 sends the loss alone. With a
 payload of fewer bits phase 4 adds up codes, by Alltoallv and Allgather (`core/sums.py`). With
 `--prunex-t-sync` most outer iterations have neither phase 4 nor masks to choose.
+
+Without duals this is local SGD, and so are the methods that train locally and exchange once per
+outer iteration:
+
+- `local-sgd`: theta starts each outer iteration from the mean over all ranks.
+- `qsr`: the same, with an interval that grows as the learning rate falls (Gu et al. 2024).
+- `diloco`: that mean is a step of SGD with Nesterov momentum (Douillard et al. 2023).
+- `sparseloco`: a few values of what the local steps have changed travel (Sarfi et al. 2025).
+- `one-shot`: at the end of one outer iteration the groups of largest magnitude are kept, as phase 3
+  does, and what follows is training on the fixed support with the payload that has shrunk.
+
+`prunex-flat` has phases 2 to 4 of its own (`flat_consensus.py`).
 """
 
 import time
@@ -65,6 +77,8 @@ from prunex_mpi.core.streaming import (
     part_after_step,
     send_part_,
 )
+from prunex_mpi.methods.exchanges import exchange_of
+from prunex_mpi.methods.flat_consensus import agree_on_z
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import squared_distances
 from prunex_mpi.pruning import masks
@@ -72,7 +86,7 @@ from prunex_mpi.settings.fields import Settings
 
 
 def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
-    """Run H-SADMM from `position` on; yield each outer iteration's metrics (metrics.jsonl).
+    """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
     Between them it yields wherever it needs the gradient of the next local step, see `Rounds`.
     Collective on `topology.world`: every rank must exhaust the generator, which ends early, between
@@ -81,14 +95,17 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
     on every rank.
     """
     state, settings, position = context.state, context.settings, context.state.position
+    method, every = settings.method, getattr(settings.options, "t_sync", 1)
     wires = wires_of(topology, state, context.transport)
-    leader, node = wires.workers, wires.node
-    with averaging(node if settings.node_sync == "step" else None, context) as averager:
+    node = wires.node
+    own = exchange_of(method)(wires, context) if method.own_exchange else None
+    each_step = method.nodes and settings.node_sync == "step"
+    with averaging(node if each_step else None, context) as averager:
         for this in loop.rounds(context):
             measured = loop.measures_residuals(context, this)
             stage = find_stage(this.k, settings, state.frozen, position, measured)
             parted = goes_in_parts(context, this, stage)
-            apart = this.k % settings.options.t_sync > 0 and not loop.needs_z(context, this, stage)
+            apart = this.k % every > 0 and not loop.needs_z(context, this, stage)
             if apart:
                 stage = replace(stage, choose=False)
             with loop.phase(context, this, "local"):
@@ -97,32 +114,36 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
                     return
                 check_divergence(topology, context, loss)
             loop.split_local(context, this, waiting="intra")
+            behind = not apart and loop.goes_behind(context, this, stage)
             moved_node = moved = None
             with loop.phase(context, this, "intra"):
                 find_reference_(wires, state)
-                z_tilde = None if parted else intra_node_consensus(node, state, settings)
-            if parted:
+                if method.nodes and not parted:
+                    z_tilde = intra_node_consensus(node, state, settings)
+            if method.flat:
+                moved_node, moved = agree_on_z(wires, context, this, stage)
+            elif parted:
                 with loop.phase(context, this, "inter"):
-                    behind = loop.goes_behind(context, this, stage)
                     send_part_(wires, context, settings.fragments, behind)
             else:
                 with loop.phase(context, this, "project"):
-                    moved_node = project(leader, node, state, settings, z_tilde, stage)
+                    moved_node = project(wires.workers, node, state, settings, z_tilde, stage)
                     if stage.freeze:
                         freeze(state, settings.after_freeze == "local-sgd")
                 position.apart = apart
                 with loop.phase(context, this, "inter"):
                     if apart:
                         stay_apart_(state)
+                    elif own is not None:
+                        own.exchange_(state.z)
                     else:
-                        behind = loop.goes_behind(context, this, stage)
                         moved = inter_node_consensus(wires, context, stage, behind)
             with loop.phase(context, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
                 this.residuals.update(admm.own_residuals(norms, state))
                 residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
 
-            settles = may_stop(stage, settings, state.frozen) and admm.converges(residuals)
+            settles = admm.converges(residuals) and may_stop(stage, settings, state.frozen)
             # A union may hold more groups than allowed: vote once more before stopping.
             position.vote_next, converged = settles and stage.union, settles and not stage.union
             yield end_iteration(topology, context, this, stage, loss, residuals, converged)
@@ -369,9 +390,12 @@ def end_iteration(
 ) -> dict[str, Any]:
     """Note the drift, evaluate, update penalties; return the record. Collective on `world`."""
     state, settings = context.state, context.settings
-    note_drift_(state.position, stage, settings, masks.mask_drift(state.mask.bits, this.mask))
+    method = settings.method
+    if method.consensus:
+        note_drift_(state.position, stage, settings, masks.mask_drift(state.mask.bits, this.mask))
     # Once theta is trained on a support that stays, and longer than averages remember, they fit z.
-    moves = stage.choose or not state.frozen
+    # Where nobody was trained with z, they are estimated when it is looked at.
+    moves = stage.choose or not (state.frozen or method.prunes_once)
     estimate = PASSING if settings.bn == "recalibrate" and moves else ""
     if estimate and (stage.freeze or this.last or converged):
         estimate = LASTING

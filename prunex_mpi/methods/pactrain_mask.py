@@ -1,26 +1,34 @@
-"""PacTrain's mask: which weights are pruned, decided once and alike on all ranks.
+"""PacTrain's mask: which weights are pruned, by magnitude or by GraSP, before it trains.
 
-Weights and momentum are set to zero once, gradients at each step (`pactrain.py`): so
-pruned weights stay zero. The paper's g ⊙ [w ≠ 0] is g ⊙ mask here, since a kept weight that happens
-to be zero may move.
+GraSP looks at images, or windows of text. As in its authors' code (Wang et al. 2020): of every
+class as many, class by class, in two halves that are a batch each; gradients of both halves are
+added up. The images are the first ones of their class over the shards of all ranks, whose order the
+seed draws. So they are the same for any number of ranks; the ranks share the batches, not the
+images of one.
+
+Of text, which has no classes to balance, it is windows at even distances over all of it that is to
+train on, in two halves and the same for any number of ranks as well.
 """
 
+from collections.abc import Sized
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpi4py import MPI
+
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
-from prunex_mpi.comm.wire import Wire, Wires
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.core.evaluation import check_readable
 from prunex_mpi.core.losses import softened
-from prunex_mpi.core.state import RunContext, State
+from prunex_mpi.core.state import RunContext
+from prunex_mpi.core.task import IMAGES
 from prunex_mpi.methods.declared import GRASP_BELOW
-from prunex_mpi.methods.pactrain_samples import batches_to_score
-from prunex_mpi.methods.pactrain_support import set_support_
 from prunex_mpi.models.dummy_input import keeping
 from prunex_mpi.models.layout import matrices
 from prunex_mpi.pruning.unstructured import (
@@ -34,6 +42,12 @@ from prunex_mpi.settings.fields import Settings
 
 # What logits are divided by for the score grasp (Wang et al. 2020).
 GRASP_TEMPERATURE = 200.0
+# A batch holds at most so many pixels, 512 images of 32x32: second derivatives take memory.
+BATCH_PIXELS = 2**19
+# Images of each class, of all ranks together.
+SAMPLES = 10
+# Windows of text, as many as CIFAR-10's images, and tokens of a batch of them.
+WINDOWS, BATCH_TOKENS = 100, 2**13
 
 
 def score_of(settings: Settings) -> str:
@@ -43,33 +57,13 @@ def score_of(settings: Settings) -> str:
     return "magnitude" if settings.keep_ratio[0] >= GRASP_BELOW else "grasp"
 
 
-def prune_when_due_(wires: Wires, context: RunContext, done: int) -> float:
-    """Prune if `done` outer iterations are those of the option; return the mask's drift.
-
-    The mask is decided on world rank 0. Seconds and bytes count as set-up. Collective on `world`.
-    """
-    state, settings = context.state, context.settings
-    if state.frozen or done != settings.options.prune_iteration:
-        return 0.0
-    with state.position.clock.setting_up(state.theta.device):
-        pruned = choose_pruned(wires, context)
-        mask = wires.everyone.broadcast_bits(pruned.cpu().numpy(), kind="setup")
-        pruned.copy_(torch.from_numpy(mask))
-        adopt_pruned_(state, pruned)
-    total = sum(segment.numel for segment in matrices(state.layout))
-    kept = total - int(mask.sum())
-    text = "pruned by %s: %d of %d weights are kept, biases and BatchNorm apart"
-    log.info(text, score_of(settings), kept, total)
-    return (total - kept) / max(1, kept)
-
-
-def choose_pruned(wires: Wires, context: RunContext) -> Tensor:
+def choose_pruned(everyone: Wire, context: RunContext) -> Tensor:
     """Return which weights go, bool [layout.numel]; only what world rank 0 returns counts.
 
     Collective on `world`. Raises UserError on every rank.
     """
     state, settings = context.state, context.settings
-    everyone, layout, (ratio,) = wires.everyone, state.layout, settings.keep_ratio
+    layout, (ratio,) = state.layout, settings.keep_ratio
     if not matrices(layout):
         raise UserError("the model has no weight of two or more dimensions to prune")
     if score_of(settings) == "magnitude":
@@ -123,12 +117,100 @@ def beating_through(batches: Batches, heartbeat: Heartbeat) -> Batches:
         yield batch
 
 
-def adopt_pruned_(state: State, pruned: Tensor) -> None:
-    """Make `pruned` the mask in force: weights and momentum vanish on it.
+# --------------------------------------------------------------------------------------------------
+# What GraSP looks at
+# --------------------------------------------------------------------------------------------------
 
-    So do those of z, which other nodes go on from where a run leaves in this outer iteration.
+
+def batches_to_score(everyone: Wire, context: RunContext) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's batches for the score grasp; it may have none.
+
+    Collective on `world`. Raises UserError on every rank where a class has too few images, or one
+    can't be read.
     """
-    for flat in (state.theta, state.z, *state.optimizer.moments.values()):
-        flat.masked_fill_(pruned, 0.0)
-    set_support_(state.memory, pruned, state.theta, state.layout)
-    state.frozen = True
+    problem = context.problem
+    shard, stream = problem.train_shard, problem.train
+    of_images = problem.task is IMAGES
+    pieces = halves_of(everyone, shard) if of_images else windows_apart(shard, stream.stop)
+    check_readable(everyone.comm, context)
+    mine = pieces[everyone.comm.rank :: everyone.comm.size]
+    return [batch for piece in mine for batch in problem.batches(piece, batch_size=len(piece))]
+
+
+def windows_apart(shard: Any, stop: int) -> list[Sized]:
+    """Return windows at even distances before token `stop`, in pieces, each a batch.
+
+    `shard` are `data.text.Windows`, which `starts` and `context` tell.
+    """
+    context = shard.context
+    there = (stop - 1) // context
+    count = min(WINDOWS, there)
+    apart = there // count * context
+    starts = range(0, count * apart, apart)
+    cut = pieces_of_halves(count, max(1, BATCH_TOKENS // context))
+    return [replace(shard, starts=starts[piece]) for piece in cut]
+
+
+def pieces_of_halves(size: int, most: int) -> list[slice]:
+    """Return the places of both halves of so many samples, each in pieces of at most `most`.
+
+    They are as long as each other, since each batch's mean loss counts as much.
+    """
+    pieces = []
+    for half in torch.arange(size).split([size // 2, size - size // 2]):
+        parts = half.tensor_split(max(1, -(-len(half) // most)))
+        pieces += [slice(int(part[0]), int(part[-1]) + 1) for part in parts if len(part)]
+    return pieces
+
+
+def halves_of(everyone: Wire, shard: Any) -> list[Sized]:
+    """Return the same images on all ranks in pieces, each a batch. Collective on `world`."""
+    drawn = draw_balanced(everyone, shard, SAMPLES)
+    most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
+    return [
+        replace(drawn, images=drawn.images[piece], labels=drawn.labels[piece])
+        for piece in pieces_of_halves(len(drawn.labels), most)
+    ]
+
+
+def draw_balanced(everyone: Wire, shard: Any, each: int) -> Any:
+    """Return `each` images of every class, class by class.
+
+    `shard` is a `data.batches.Shard`, of images uint8 [n, 3, H, W] and labels int64 [n], CPU.
+    The same on all ranks. Collective on `world`. Raises UserError on every rank.
+    """
+    comm = everyone.comm
+    highest = torch.tensor([int(shard.labels.max()) if len(shard.labels) else -1])
+    everyone.reduce_(highest, MPI.MAX, kind="setup")
+    classes = int(highest) + 1
+    table = torch.zeros(comm.size, classes, dtype=torch.int64)
+    table[comm.rank] = torch.bincount(shard.labels, minlength=classes)
+    everyone.reduce_(table.view(-1), kind="setup")
+    fewest = int(table.sum(0).min())
+    if fewest < each:
+        raise UserError(
+            f"pactrain.score grasp looks at {each} training images of each class, and one has "
+            f"{fewest}: give --pactrain-score magnitude, or more images"
+        )
+    own, places = places_in_draw(shard.labels, table[: comm.rank].sum(0), each)
+    images = torch.zeros(classes * each, *shard.images.shape[1:], dtype=shard.images.dtype)
+    images[places] = shard.images[own]
+    everyone.reduce_(images.view(-1), MPI.BOR, kind="setup")
+    labels = torch.arange(classes).repeat_interleave(each)
+    return replace(shard, images=images, labels=labels)
+
+
+def places_in_draw(labels: Tensor, before: Tensor, each: int) -> tuple[Tensor, Tensor]:
+    """Return which images of a shard are drawn, and where they stand among all that are.
+
+    `each` images of every class, class by class: the first ones of it, in the order of the ranks
+    and their shards. `before`, int64 [classes], are the images of each class on the ranks before.
+    Returns int64 indices into the shard, and as many places.
+    """
+    counts = torch.bincount(labels, minlength=before.numel())
+    order = torch.argsort(labels, stable=True)
+    of_class = labels[order]
+    first = torch.cumsum(counts, 0) - counts
+    number = before[of_class] + torch.arange(labels.numel()) - first[of_class]
+    drawn = number < each
+    return order[drawn], of_class[drawn] * each + number[drawn]

@@ -11,22 +11,20 @@ digest of theta. The workers are all ranks or the node leaders (`comm/wire.py`);
 ranks is what every exchange aims at, and all ranks hold the same theta after every step. With a
 method that `drifts` only those of a node do: z, which is evaluated and delivered, is the mean then,
 and theta stays each node's. An outer iteration is T steps, as in H-SADMM, so that evaluations,
-checkpoints and records come at the same places. What a method does is in its file (`code`);
-`exchanges.py` says what that has.
+checkpoints and records come at the same places. What a method does is the class in its file
+(`exchange.py`).
 """
 
 import sys
 import time
 from collections.abc import Generator
-from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 
 from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import Wire, Wires, reduce_between_nodes_
+from prunex_mpi.comm.wire import Wires, reduce_between_nodes_
 from prunex_mpi.core import steps
 from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.alike import see_alike_
@@ -35,9 +33,9 @@ from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_loca
 from prunex_mpi.core.state import RunContext, agreeing, wires_of
 from prunex_mpi.core.statistics import average_statistics
 from prunex_mpi.core.steps import Rounds
-from prunex_mpi.methods.exchanges import allocate, code_of
+from prunex_mpi.methods.exchange import Exchange
+from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.models.layout import norm, squared_distances
-from prunex_mpi.settings.fields import Settings
 
 
 def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
@@ -47,33 +45,33 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
     computes, `inter` waiting for gradients and statistics. Raises Diverged on every rank.
     """
     state, settings, position = context.state, context.settings, context.state.position
-    flat = settings.aggregation == "flat"
-    wires = wires_of(topology, state, context.transport, flat)
-    code = code_of(settings.method)
-    space = allocate(code, wires.workers, context)
-    with steps.averaging(wire_during_backward(wires, settings), context) as averager:
+    wires = wires_of(topology, state, context.transport, settings.aggregation == "flat")
+    own = exchange_of(settings.method)
+    exchange = own(wires, context)
+    early = wires.workers if own.plain_mean else None
+    with steps.averaging(early if wires.flat else wires.node, context) as averager:
         for this in rounds(context):
             with phase(context, this, "local"):
-                loss = yield from train_steps(code, wires, averager, space, context)
+                loss = yield from train_steps(exchange, averager)
                 if loss is None:
                     return
                 check_divergence(topology, context, loss)
-                drift = prune_(code, wires, context, done=this.k)
+                drift = exchange.prune_(done=this.k)
             split_local(context, this, waiting="inter")
             with phase(context, this, "inter"):
                 average_statistics(wires, state)
-                if is_due(context, this) and not settings.method.drifts:
+                if is_due(context, this) and not own.drifts:
                     see_alike_(wires.everyone, state)
                 loss = mean_loss(topology.world, state, loss)
             distance = None
-            if settings.method.drifts:
+            if own.drifts:
                 # No part of training: who evaluates or delivers needs it.
                 with phase(context, this, "evaluate"):
                     distance = average_replicas_(wires, context)
             if settings.method.removes:
                 with phase(context, this, "project"):
-                    if code.reshape_(wires, space, context, done=this.k):
-                        space = allocate(code, wires.workers, context)
+                    if exchange.reshape_(done=this.k):
+                        exchange = own(wires, context)
                         if averager is not None:
                             averager.listen_to(context.problem.model, state.layout, state.grad)
             if distance is None:
@@ -90,27 +88,8 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
 # --------------------------------------------------------------------------------------------------
 
 
-def wire_during_backward(wires: Wires, settings: Settings) -> Wire | None:
-    """Return over whom gradients are averaged during the backward pass, if over anyone."""
-    if not wires.flat:
-        return wires.node
-    return wires.workers if settings.method.plain_mean else None
-
-
-def prune_(code: ModuleType, wires: Wires, context: RunContext, done: int) -> float | None:
-    """Prune after `done` outer iterations, if that is when; return the drift of a mask of weights.
-
-    Collective on `world`, or on `node` and `leader`.
-    """
-    return code.prune_(wires, context, done) if hasattr(code, "prune_") else None
-
-
 def train_steps(
-    code: ModuleType,
-    wires: Wires,
-    averager: GradientAverager | None,
-    space: dict[str, Any],
-    context: RunContext,
+    exchange: Exchange, averager: GradientAverager | None
 ) -> Generator[GradientAverager | None, Tensor, float | None]:
     """Take T steps of SGD on the mean gradient of all ranks; return this rank's mean loss.
 
@@ -118,13 +97,12 @@ def train_steps(
     stop: `position` then says which step comes next.
     Collective on `world`.
     """
-    state, settings, position = context.state, context.settings, context.state.position
+    context, state, position = exchange.context, exchange.state, exchange.state.position
     # Lion's is decoupled: its momentum is on the workers, and the optimizer has none.
-    decay = 0.0 if settings.method.own_decay else settings.weight_decay
-    state.optimizer.set_decay_(decay)
+    state.optimizer.set_decay_(0.0 if exchange.own_decay else context.settings.weight_decay)
     steps.begin_losses_(state)
     started = time.perf_counter()
-    prune_(code, wires, context, done=position.iteration - 1)
+    exchange.prune_(done=position.iteration - 1)
     context.problem.model.train()
     while position.step < context.problem.steps:
         if steps.stops_here(context, started):
@@ -133,10 +111,9 @@ def train_steps(
         steps.begin_step_(state)
         loss = yield averager
         steps.finish_average_(context, averager)
-        if hasattr(code, "add_penalty_"):
-            code.add_penalty_(wires, space, context, loss)
+        exchange.add_penalty_(loss)
         with position.clock.computing(state.theta.device):
-            average_gradient_(code, wires, space, context)
+            average_gradient_(exchange)
         state.scaler.unscale_(state.optimizer.optimizer)
         steps.clip_(context)
         steps.step_optimizer_(context)
@@ -145,28 +122,25 @@ def train_steps(
     return float(state.losses[0] / state.losses[1])
 
 
-def average_gradient_(
-    code: ModuleType, wires: Wires, space: dict[str, Any], context: RunContext
-) -> None:
+def average_gradient_(exchange: Exchange) -> None:
     """Turn this worker's gradient in `grad` into the mean over all ranks, as the method has it.
 
     Collective on `workers` and, with hierarchical aggregation, on `node`.
     """
-    workers, grad = wires.workers, context.state.grad
-    if context.settings.method.plain_mean:
+    wires, workers, grad = exchange.wires, exchange.wire, exchange.state.grad
+    if exchange.plain_mean:
         # Flat, it is the mean over all ranks already.
         if not wires.flat:
             grad.mul_(workers.weight)
             reduce_between_nodes_(workers, wires.node, grad)
         return
     if workers.is_member:
-        if not context.settings.method.drifts:
+        if not exchange.drifts:
             grad.mul_(workers.weight)
-        code.exchange_(workers, space, context)
+        exchange.exchange_(grad)
     if not wires.flat:
         wires.node.broadcast_(grad)
-    if hasattr(code, "follow_"):
-        code.follow_(wires, space, context)
+    exchange.follow_()
 
 
 def average_replicas_(wires: Wires, context: RunContext) -> float:

@@ -21,24 +21,17 @@ what has arrived and what is kept is what was there before.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress import sparse
-from prunex_mpi.core.state import EACH, OWN, RunContext, State
+from prunex_mpi.core.state import EACH, State
+from prunex_mpi.methods.exchange import RESIDUAL, Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
-OPERATIONS = (
-    ("largest of blocks, in each round", "workers", "Sendrecv", "values, then int32 positions"),
-    ("one team: largest of each sum", "workers", "Allgather", "values, then int32 positions"),
-    ("teams: sums, then of these", "workers", "Sendrecv", "values, then int32 positions"),
-)
-RESIDUAL = f"{OWN}residual"
 # With teams: h, by how much it changes next, and whether that has been right once. Zeros are how
 # it begins; other nodes go on from the means, too low where followers have zeros until it has
 # adapted.
@@ -47,52 +40,146 @@ ADAPTED = f"{EACH}elements_between_teams"
 NOWHERE = torch.iinfo(torch.int32).max
 
 
-def check_workers(settings: Settings, workers: int) -> None:
-    """Raise UserError where the workers can't form teams of one size."""
-    if workers % settings.options.teams:
-        raise UserError(
-            f"spardl.teams {settings.options.teams} does not divide the {workers} workers; give a "
-            "number that does"
-        )
+class SparDl(Exchange):
+    """Add up the largest elements of blocks, filled up with zeros, in pairs (values, positions)."""
 
+    OPERATIONS = (
+        ("largest of blocks, in each round", "workers", "Sendrecv", "values, then int32 positions"),
+        ("one team: largest of each sum", "workers", "Allgather", "values, then int32 positions"),
+        ("teams: sums, then of these", "workers", "Sendrecv", "values, then int32 positions"),
+    )
 
-def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Allocate what has not been sent yet and, with teams, how much travels between them."""
-    sparse.check_positions(layout)
-    kept = {RESIDUAL: torch.zeros_like(theta)}
-    if settings.options.teams > 1:
-        kept[ADAPTED] = theta.new_zeros(3, dtype=torch.float64)
-    return kept
-
-
-def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
-    """Return memory for the blocks, filled up with zeros, and for the messages of all."""
-    theta, teams = context.state.theta, context.settings.options.teams
-    workers = wire.comm.size // teams
-    first, place = wire.comm.rank - wire.comm.rank % workers, wire.comm.rank % workers
-    size, count = sizes_of(context.settings, theta.numel(), wire.comm.size)
-    blocks = theta.new_zeros(workers, size)
-    most = max(map(len, rounds(workers, 0)), default=1)
-    sent = theta.new_empty(most, count)
-    everyone = theta.new_empty(workers, count)
-    starts = size * torch.arange(workers, device=theta.device).view(-1, 1)
-    between = theta.new_empty(teams * count if teams > 1 else 0)
-    return {
-        "team": range(first, first + workers),
-        "peers": range(place, wire.comm.size, workers),
-        "between_values": between,
-        "between_positions": torch.empty_like(between, dtype=torch.int32),
-        "blocks": blocks,
-        "values": sent,
-        "positions": torch.empty_like(sent, dtype=torch.int32),
-        "came_values": torch.empty_like(sent),
-        "came_positions": torch.empty_like(sent, dtype=torch.int32),
-        "all_values": everyone,
-        "all_positions": torch.empty_like(everyone, dtype=torch.int32),
+    def allocate(self) -> None:
+        theta, teams, comm = self.state.theta, self.options.teams, self.wire.comm
+        workers = comm.size // teams
+        first, self.place = comm.rank - comm.rank % workers, comm.rank % workers
+        self.team = range(first, first + workers)
+        self.peers = range(self.place, comm.size, workers)
+        size, count = sizes_of(self.settings, theta.numel(), comm.size)
+        self.blocks = theta.new_zeros(workers, size)
+        most = max(map(len, rounds(workers, 0)), default=1)
+        self.leaving = paired(theta.new_empty(most, count))
+        self.arriving = paired(theta.new_empty(most, count))
+        self.everyone = paired(theta.new_empty(workers, count))
+        self.between = paired(theta.new_empty(teams * count if teams > 1 else 0))
+        starts = size * torch.arange(workers, device=theta.device).view(-1, 1)
         # Of one team everyone's come in the order of ranks, of several from this one on.
-        "starts": starts if teams == 1 else starts.roll(-place, 0),
-        "places": torch.empty_like(everyone, dtype=torch.int64),
-    }
+        self.starts = starts if teams == 1 else starts.roll(-self.place, 0)
+        self.places = torch.empty_like(self.everyone[1], dtype=torch.int64)
+
+    @staticmethod
+    def check_workers(settings: Settings, workers: int) -> None:
+        """Raise UserError where the workers can't form teams of one size."""
+        if workers % settings.options.teams:
+            raise UserError(
+                f"spardl.teams {settings.options.teams} does not divide the {workers} workers; "
+                "give a number that does"
+            )
+
+    @staticmethod
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+        """Allocate what has not been sent yet and, with teams, how much travels between them."""
+        sparse.check_positions(layout)
+        kept = {RESIDUAL: torch.zeros_like(theta)}
+        if settings.options.teams > 1:
+            kept[ADAPTED] = theta.new_zeros(3, dtype=torch.float64)
+        return kept
+
+    def exchange_(self, flat: Tensor) -> None:
+        """Set the gradient to the largest of the sums of residual + gradient."""
+        residual = self.state.memory[RESIDUAL].add_(flat)
+        self.blocks.view(-1)[: flat.numel()].copy_(residual)
+        self.reduce_blocks_()
+        if len(self.peers) == 1:
+            self.gather_blocks_()
+        else:
+            self.merge_teams_(self.state.memory[ADAPTED])
+        # What fills up the last blocks may be among the largest of a block of zeros.
+        chosen = self.places < flat.numel()
+        places, values = self.places[chosen], self.everyone[0][chosen]
+        residual.index_copy_(0, places, self.blocks.view(-1)[places])
+        flat.zero_().index_copy_(0, places, values)
+
+    def reduce_blocks_(self) -> None:
+        """Add up every block at its owner; `blocks` become what is left out."""
+        team, blocks, place, size = self.team, self.blocks, self.place, len(self.team)
+        for leaving in rounds(size, place):
+            distance, many = leaving.start - place, len(leaving)
+            for number, values, positions in zip(leaving, *self.leaving, strict=False):
+                sparse.move_top_(blocks[number % size], values, positions)
+            to, source = team[leaving.start % size], team[(place - distance) % size]
+            for mine, came in zip(self.leaving, self.arriving, strict=True):
+                flat, received = mine[:many].view(-1), came[:many].view(-1)
+                self.wire.shift_(flat, to, received, source, team=size)
+            for number in range(many):
+                values, positions = (came[number] for came in self.arriving)
+                blocks[(place + number) % size].index_add_(0, positions, values)
+
+    def gather_blocks_(self) -> None:
+        """Hand the largest of this block to all; `places` are those of all."""
+        mine = [kind[0] for kind in self.leaving]
+        sparse.move_top_(self.blocks[self.wire.comm.rank], *mine)
+        for kind, everyone in zip(mine, self.everyone, strict=True):
+            self.wire.gather_(kind, everyone)
+        torch.add(self.everyone[1], self.starts, out=self.places)
+
+    def merge_teams_(self, kept: Tensor) -> None:
+        """Hand the largest of the teams' sums of each block to all.
+
+        `kept` is what `adapted` returns, float64 [3].
+        """
+        teams, most = len(self.peers), self.leaving[0].shape[1]
+        share, step, right = adapted(kept.tolist(), most, teams)
+        values, positions = (t[: teams * share].view(teams, share) for t in self.between)
+        sparse.move_top_(self.blocks[self.place], values[0], positions[0])
+        self.gather_from_(self.peers, values)
+        self.gather_from_(self.peers, positions)
+        places, where = torch.unique(positions, return_inverse=True)
+        sums = values.new_zeros(places.numel())
+        # In the order of the teams, of equal ones the first: the same bits at each of the peers.
+        mine = self.peers.index(self.wire.comm.rank)
+        sparse.add_sparse_(sums, values.roll(mine, 0), where.roll(mine, 0))
+        chosen = sums.abs().sort(descending=True, stable=True).indices[:most]
+        found = (sums, 0), (places, NOWHERE)
+        for everyone, (those, nothing) in zip(self.everyone, found, strict=True):
+            everyone[0].fill_(nothing)[: chosen.numel()].copy_(those[chosen])
+            self.gather_from_(self.team, everyone)
+        torch.add(self.everyone[1], self.starts, out=self.places)
+        kept.copy_(torch.tensor(adapted((share, step, right), most, teams, places.numel())))
+
+    def gather_from_(self, ranks: range, rows: Tensor) -> None:
+        """Fill `rows` [len(ranks), n], the first this rank's, with those of ranks after it (Bruck).
+
+        Collective on the workers, which are in such ranges of one step.
+        """
+        size, place, gap = len(ranks), ranks.index(self.wire.comm.rank), 1
+        while gap < size:
+            mine, received = rows[: min(gap, size - gap)], rows[gap : 2 * gap]
+            to, source = ranks[(place - gap) % size], ranks[(place + gap) % size]
+            team = size * ranks.step
+            self.wire.shift_(mine.view(-1), to, received.view(-1), source, team=team)
+            gap *= 2
+
+    @staticmethod
+    def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
+        return sparse.position_bytes(payload, state.theta.element_size())
+
+    @staticmethod
+    def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+        SparDl.check_workers(settings, workers)
+        teams, (_, count) = settings.options.teams, sizes_of(settings, layout.numel, workers)
+        blocks = workers // teams
+        how = f"{count:,} values and positions of each of {blocks} blocks, {settings.aggregation}"
+        travelling = blocks
+        if teams > 1:
+            # Within a team the other blocks, twice; what the other teams have of one, at most.
+            how, travelling = f"at most {how}, {teams} teams", 2 * (blocks - 1) + teams - 1
+        return travelling * count * (size + sparse.POSITION_BYTES), how
+
+
+def paired(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `values` and as many int32 positions."""
+    return values, torch.empty_like(values, dtype=torch.int32)
 
 
 def sizes_of(settings: Settings, numel: int, workers: int) -> tuple[int, int]:
@@ -105,93 +192,6 @@ def rounds(workers: int, rank: int) -> list[range]:
     """Return the blocks, counted around, that go to the worker of the first in each round."""
     distances = [1 << bit for bit in reversed(range((workers - 1).bit_length()))]
     return [range(rank + d, rank + min(2 * d, workers)) for d in distances]
-
-
-def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Set `grad` to the largest of the sums of residual + gradient. Collective on `wire.comm`."""
-    grad = context.state.grad
-    residual = context.state.memory[RESIDUAL].add_(grad)
-    space["blocks"].view(-1)[: grad.numel()].copy_(residual)
-    reduce_blocks_(wire, space)
-    if len(space["peers"]) == 1:
-        gather_blocks_(wire, space)
-    else:
-        merge_teams_(wire, space, context.state.memory[ADAPTED])
-    # What fills up the last blocks may be among the largest of a block of zeros.
-    chosen = space["places"] < grad.numel()
-    places, values = space["places"][chosen], space["all_values"][chosen]
-    residual.index_copy_(0, places, space["blocks"].view(-1)[places])
-    grad.zero_().index_copy_(0, places, values)
-
-
-def reduce_blocks_(wire: Wire, space: dict[str, Any]) -> None:
-    """Add up every block at its owner; `blocks` become what is left out. Collective on `comm`."""
-    team, blocks = space["team"], space["blocks"]
-    size, place = len(team), team.index(wire.comm.rank)
-    for leaving in rounds(size, place):
-        distance, many = leaving.start - place, len(leaving)
-        for number, values, positions in zip(
-            leaving, space["values"], space["positions"], strict=False
-        ):
-            sparse.move_top_(blocks[number % size], values, positions)
-        to, source = team[leaving.start % size], team[(place - distance) % size]
-        for kind in ("values", "positions"):
-            mine, came = space[kind][:many], space[f"came_{kind}"][:many]
-            wire.shift_(mine.view(-1), to, came.view(-1), source, team=size)
-        for number in range(many):
-            block = blocks[(place + number) % size]
-            block.index_add_(0, space["came_positions"][number], space["came_values"][number])
-
-
-def gather_blocks_(wire: Wire, space: dict[str, Any]) -> None:
-    """Hand the largest of this block to all; `places` are those of all. Collective on `comm`."""
-    values, positions = space["values"][0], space["positions"][0]
-    sparse.move_top_(space["blocks"][wire.comm.rank], values, positions)
-    wire.gather_(values, space["all_values"])
-    wire.gather_(positions, space["all_positions"])
-    torch.add(space["all_positions"], space["starts"], out=space["places"])
-
-
-def merge_teams_(wire: Wire, space: dict[str, Any], kept: Tensor) -> None:
-    """Hand the largest of the teams' sums of each block to all. Collective on `comm`.
-
-    `kept` is what `adapted` returns, float64 [3].
-    """
-    team, peers = space["team"], space["peers"]
-    teams, most = len(peers), space["values"].shape[1]
-    share, step, right = adapted(kept.tolist(), most, teams)
-    values, positions = (
-        space[f"between_{kind}"][: teams * share].view(teams, share)
-        for kind in ("values", "positions")
-    )
-    sparse.move_top_(space["blocks"][team.index(wire.comm.rank)], values[0], positions[0])
-    gather_from_(wire, peers, values)
-    gather_from_(wire, peers, positions)
-    places, where = torch.unique(positions, return_inverse=True)
-    sums = values.new_zeros(places.numel())
-    # In the order of the teams, and of equal ones the first: the same bits at each of the peers.
-    mine = peers.index(wire.comm.rank)
-    sparse.add_sparse_(sums, values.roll(mine, 0), where.roll(mine, 0))
-    chosen = sums.abs().sort(descending=True, stable=True).indices[:most]
-    for kind, found, nothing in (("values", sums, 0), ("positions", places, NOWHERE)):
-        everyone = space[f"all_{kind}"]
-        everyone[0].fill_(nothing)[: chosen.numel()].copy_(found[chosen])
-        gather_from_(wire, team, everyone)
-    torch.add(space["all_positions"], space["starts"], out=space["places"])
-    kept.copy_(torch.tensor(adapted((share, step, right), most, teams, places.numel())))
-
-
-def gather_from_(wire: Wire, ranks: range, rows: Tensor) -> None:
-    """Fill `rows` [len(ranks), n], the first this rank's, with those of the ranks after it (Bruck).
-
-    Collective on `comm`, whose ranks are in such ranges of one step.
-    """
-    size, place, gap = len(ranks), ranks.index(wire.comm.rank), 1
-    while gap < size:
-        mine, received = rows[: min(gap, size - gap)], rows[gap : 2 * gap]
-        to, source = ranks[(place - gap) % size], ranks[(place + gap) % size]
-        wire.shift_(mine.view(-1), to, received.view(-1), source, team=size * ranks.step)
-        gap *= 2
 
 
 def adapted(kept: Sequence[float], most: int, teams: int, found: int = 0) -> tuple[int, int, int]:
@@ -209,21 +209,3 @@ def adapted(kept: Sequence[float], most: int, teams: int, found: int = 0) -> tup
         step, right = int(-step / 2) if abs(step) > 1 else -step, 0
     step = max(-most, min(step, most))
     return min(max(share + step if found else share, least), most), step, right
-
-
-def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
-    """Return how many of a run's `payload` bytes are positions."""
-    return sparse.position_bytes(payload, state.theta.element_size())
-
-
-def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
-    """Return the bytes that a worker hands over in a step, and what they are."""
-    check_workers(settings, workers)
-    teams, (_, count) = settings.options.teams, sizes_of(settings, layout.numel, workers)
-    blocks = workers // teams
-    how = f"{count:,} values and positions of each of {blocks} blocks, {settings.aggregation}"
-    travelling = blocks
-    if teams > 1:
-        # Within a team the other blocks, twice; what the other teams have of one, at most.
-        how, travelling = f"at most {how}, {teams} teams", 2 * (blocks - 1) + teams - 1
-    return travelling * count * (size + sparse.POSITION_BYTES), how

@@ -7,14 +7,7 @@ from torch import Tensor
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd, per_step
-
-DRIVERS = {
-    "hsadmm": hsadmm.outer_iterations,
-    "flat_consensus": flat_consensus.outer_iterations,
-    "local_sgd": local_sgd.outer_iterations,
-    "per_step": per_step.outer_iterations,
-}
+from prunex_mpi.methods import hsadmm, per_step
 
 
 class Stepper:
@@ -25,7 +18,8 @@ class Stepper:
     """
 
     def __init__(self, topology: Topology, context: RunContext) -> None:
-        self._rounds = DRIVERS[context.settings.method.driver](topology, context)
+        driver = per_step if context.settings.method.per_step else hsadmm
+        self._rounds = driver.outer_iterations(topology, context)
         self.averager: GradientAverager | None = None
         self.ended = False
 

@@ -7,63 +7,78 @@ deviations of its gradient, or the largest magnitude where that is less. Sums of
 numbers are exact. What an element becomes depends on seed, step and worker alone.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.quantise import ternarise_
 from prunex_mpi.core.schedule import steps_taken
-from prunex_mpi.core.state import RunContext
-from prunex_mpi.core.sums import allocate_counts, bytes_handed_over, spread_, sum_numbers_
+from prunex_mpi.core.sums import Counts, bytes_handed_over
+from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout, pieces_of
 from prunex_mpi.settings.fields import Settings
 
-OPERATIONS = (
-    ("scales", "workers", "Allreduce MAX", "one per tensor"),
-    ("up to 3 workers: signs or 0", "workers", "Allgather", "2 bits each"),
-    ("from 4 on: signs or 0", "workers", "Alltoall", "2 bits each, a share for each worker"),
-    ("from 4 on: their sums", "workers", "Allgather", "4 bits each, 8 from 8 workers on"),
-)
 UP = 2
 # Standard deviations of a tensor's gradient that its scale is at most.
 CLIP_SIGMA = 2.5
 
 
+class TernGrad(Exchange):
+    """Send signs or zeros, and a scale per tensor."""
+
+    OPERATIONS = (
+        ("scales", "workers", "Allreduce MAX", "one per tensor"),
+        ("up to 3 workers: signs or 0", "workers", "Allgather", "2 bits each"),
+        ("from 4 on: signs or 0", "workers", "Alltoall", "2 bits each, a share for each worker"),
+        ("from 4 on: their sums", "workers", "Allgather", "4 bits each, 8 from 8 workers on"),
+    )
+
+    def allocate(self) -> None:
+        theta = self.state.theta
+        self.counts = Counts(self.wire, theta, UP, bits_down(self.wire.comm.size))
+        self.scales = theta.new_empty(len(self.state.layout.segments))
+        self.draws = torch.empty_like(theta)
+        self.up, self.down = (torch.empty_like(theta, dtype=torch.bool) for _ in range(2))
+        self.generator = torch.Generator(theta.device)
+
+    def exchange_(self, flat: Tensor) -> None:
+        """Set the gradient to the sum of the workers' ternary ones."""
+        pieces = pieces_of(flat, self.state.layout.segments)
+        find_scales_(pieces, self.scales)
+        self.wire.reduce_(self.scales, MPI.MAX)
+        self.draw_(flat)
+        sums = self.counts.sum_()
+        if not self.counts.to_all:
+            sums = self.counts.spread_(sums)
+        flat.copy_(sums.view(-1)[: flat.numel()]).sub_(self.wire.comm.size)
+        for piece, scale in zip(pieces, self.scales, strict=True):
+            piece.mul_(scale)
+
+    def draw_(self, grad: Tensor) -> None:
+        """Set the first numbers to 0, 1 or 2 for the signs of `grad`, at random."""
+        seed, step, rank = self.settings.seed, steps_taken(self.context), self.wire.comm.rank
+        drawn = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]
+        self.generator.manual_seed(int(drawn >> 1))
+        signs = self.counts.numbers.view(torch.int8).view(-1)[: grad.numel()]
+        kinds = (grad, self.draws, self.up, self.down, signs)
+        views = zip(*(pieces_of(t, self.state.layout.segments) for t in kinds), strict=True)
+        for scale, (piece, draws, up, down, out) in zip(self.scales, views, strict=True):
+            ternarise_(piece, scale, draws, (up, down), out, self.generator)
+        signs.add_(1)
+
+    @staticmethod
+    def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
+        scales = len(layout.segments)
+        numbers = bytes_handed_over(layout.numel, workers, UP, bits_down(workers))
+        how = f"2 bits per element, its share of the sums, {scales} scales, {settings.aggregation}"
+        return numbers + scales * size, how
+
+
 def bits_down(workers: int) -> int:
     """Return the bits of a sum of so many numbers 0, 1 or 2: 4, 8 or 16."""
     return next(bits for bits in (4, 8, 16) if 2 * workers < 1 << bits)
-
-
-def allocate(wire: Wire, context: RunContext) -> dict[str, Any]:
-    """Return memory for whole numbers, scales and random numbers."""
-    state = context.state
-    return {
-        **allocate_counts(wire, state.theta, UP, bits_down(wire.comm.size)),
-        "scales": state.theta.new_empty(len(state.layout.segments)),
-        "draws": torch.empty_like(state.theta),
-        "up": torch.empty_like(state.theta, dtype=torch.bool),
-        "down": torch.empty_like(state.theta, dtype=torch.bool),
-        "generator": torch.Generator(state.theta.device),
-    }
-
-
-def exchange_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Set `grad` to the sum of the workers' ternary gradients. Collective on `wire.comm`."""
-    grad, scales, segments = context.state.grad, space["scales"], context.state.layout.segments
-    find_scales_(pieces_of(grad, segments), scales)
-    wire.reduce_(scales, MPI.MAX)
-    draw_numbers_(wire, space, context)
-    sums = sum_numbers_(wire, space, UP)
-    if not space["to_all"]:
-        sums = spread_(wire, space, sums, bits_down(wire.comm.size))
-    grad.copy_(sums.view(-1)[: grad.numel()]).sub_(wire.comm.size)
-    for piece, scale in zip(pieces_of(grad, segments), scales, strict=True):
-        piece.mul_(scale)
 
 
 def find_scales_(pieces: list[Tensor], scales: Tensor) -> None:
@@ -77,24 +92,3 @@ def find_scales_(pieces: list[Tensor], scales: Tensor) -> None:
     scales.copy_(torch.where(spreads > 0, torch.minimum(scales, spreads), scales))
     # A maximum by MPI may drop a NaN.
     scales.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-
-
-def draw_numbers_(wire: Wire, space: dict[str, Any], context: RunContext) -> None:
-    """Set the first elements of `numbers` to 0, 1 or 2 for the signs of `grad`, at random."""
-    state, generator = context.state, space["generator"]
-    seeds = np.random.SeedSequence([context.settings.seed, steps_taken(context), wire.comm.rank])
-    generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> 1))
-    signs = space["numbers"].view(torch.int8).view(-1)[: state.grad.numel()]
-    kinds = (state.grad, space["draws"], space["up"], space["down"], signs)
-    views = zip(*(pieces_of(t, state.layout.segments) for t in kinds), strict=True)
-    for scale, (piece, draws, up, down, out) in zip(space["scales"], views, strict=True):
-        ternarise_(piece, scale, draws, (up, down), out, generator)
-    signs.add_(1)
-
-
-def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
-    """Return the bytes that a worker hands over in a step, and what they are."""
-    scales = len(layout.segments)
-    numbers = bytes_handed_over(layout.numel, workers, UP, bits_down(workers))
-    how = f"2 bits per element, its share of the sums, {scales} scales, {settings.aggregation}"
-    return numbers + scales * size, how

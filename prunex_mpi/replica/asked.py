@@ -7,6 +7,7 @@ import torch
 
 from prunex_mpi.base.errors import UserError, meant
 from prunex_mpi.config.resolve import BY_NAME, FIELDS, make
+from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.settings.fields import OF_SECTION, Settings, key_of
 
 # Settings of the algorithm, which mean here what they mean to the program.
@@ -51,7 +52,7 @@ def settings_of(
         # Says which names there are.
         make(method=given["method"])
     own = set(method.option_fields())
-    if method.own_decay:
+    if exchange_of(method).own_decay:
         own |= {"momentum", "weight_decay"}
         given.setdefault("weight_decay", 0.0)
     for name in given.keys() - ACCEPTED - own:

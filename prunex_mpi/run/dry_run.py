@@ -15,7 +15,7 @@ from prunex_mpi.core.state import find_stats_groups, kept_stats
 from prunex_mpi.core.sums import BLOCK
 from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.data.image_files import Known
-from prunex_mpi.methods.exchanges import code_of
+from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.compaction import Plan, build_plan, cut_plan
@@ -67,7 +67,7 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     groups = make_groups(settings, model, layout, inputs)
     if settings.method.per_step:
         return _dry_run_per_step(settings, topology, layout, size, statistics)
-    if settings.method.own_format:
+    if settings.method.own_exchange:
         return _dry_run_sparse(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
@@ -208,8 +208,8 @@ def _dry_run_sparse(
     settings: Settings, topology: Topology, layout: Layout, size: int, statistics: int
 ) -> str:
     """Return what a leader hands over where a few values of many travel."""
-    module = code_of(settings.method)
-    each, how = module.payload(settings, layout, size, statistics)
+    exchange = exchange_of(settings.method)
+    each, how = exchange.payload(settings, layout, size, statistics)
     dense, outer = (layout.numel + statistics) * size, settings.outer_iterations
     whole_run = _size_of(dense * outer)
     rows = [
@@ -220,7 +220,7 @@ def _dry_run_sparse(
             f"payload over {outer} outer iterations",
             f"{_share_of(each * outer, dense * outer)} of dense, {whole_run}",
         ),
-        *_messages(module.OPERATIONS),
+        *_messages(exchange.OPERATIONS),
     ]
     return format_lines(rows)
 
@@ -253,14 +253,14 @@ def _dry_run_per_step(
     settings: Settings, topology: Topology, layout: Layout, size: int, statistics: int
 ) -> str:
     """Return what one step hands over; how many steps there are depends on the data."""
-    module = code_of(settings.method)
+    exchange = exchange_of(settings.method)
     workers = topology.world_size if settings.aggregation == "flat" else topology.num_nodes
-    payload, how = module.payload(settings, layout, size, workers)
+    payload, how = exchange.payload(settings, layout, size, workers)
     rows = [
         *_what_runs(settings, topology, layout, statistics),
         ("dense payload per step", _size_of(layout.numel * size)),
         ("payload per step", f"{_size_of(payload)} ({how})"),
-        *_messages(module.OPERATIONS),
+        *_messages(exchange.OPERATIONS),
         ("statistics per outer iteration", _size_of(statistics * size)),
     ]
     return format_lines(rows)

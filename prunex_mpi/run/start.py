@@ -30,6 +30,7 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
+from prunex_mpi.config.checks import advice
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.grouping import choose_rules, make_groups
@@ -55,7 +56,6 @@ from prunex_mpi.diagnosis.library import check_agreement
 from prunex_mpi.diagnosis.machine import describe_machine
 from prunex_mpi.diagnosis.ranks import check_ranks
 from prunex_mpi.methods.exchanges import memory_of
-from prunex_mpi.methods.local_sgd import advice
 from prunex_mpi.models.build import CIFAR_STEM_MAX_SIDE, build_model
 from prunex_mpi.models.build import describe as describe_model
 from prunex_mpi.models.draws import keeping_draws

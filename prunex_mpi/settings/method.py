@@ -1,4 +1,4 @@
-"""What a training method declares of itself: its driver, its traits and its own options."""
+"""What a training method declares of itself: its kind, its traits and its own options."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -17,54 +17,93 @@ class NoOptions:
 class Method:
     """Declare a training method, what `--method` chooses from.
 
-    Free of torch and MPI: `driver` names the module in `prunex_mpi.methods` whose
-    `outer_iterations` runs it, `code` the one with the functions that are the method's own, where
-    it has any. `defaults` holds the settings whose default is another with this method, by name.
-    The traits say what core and settings need to know of it; none of them asks for its name.
+    Free of torch and MPI. `kind` is how it trains: "consensus", or "flat consensus" where every
+    rank is a node of its own; "local" steps whose parameters are averaged; or an exchange "per
+    step". `defaults` holds the settings whose default is another with this method, by name. The
+    traits say what core and settings need to know of it before its code is
+    there; none of them asks for its name.
     """
 
     name: str
     help: str
-    driver: str
-    code: str = ""
+    kind: str
     options: type = NoOptions
     defaults: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
     # Raises UserError for settings that do not fit together with this method.
     check: Callable[[Any], None] | None = None
 
-    # When and what it exchanges: gradients at each local step, or parameters once per outer
-    # iteration, in the format of --payload or in one of its own.
-    per_step: bool = False
-    own_format: bool = False
-    # H-SADMM: consensus variables with duals and penalties.
-    consensus: bool = False
-    # Every rank is a node of its own, nothing is left out of a message.
-    flat: bool = False
-    # The interval between exchanges follows from the learning rate (QSR).
-    quadratic_interval: bool = False
-    # Prunes the groups of --groups: while it trains (consensus), or at the end of one outer
-    # iteration.
-    prunes_groups: bool = False
-    prunes_once: bool = False
-    # The kinds of groups that it prunes, where they are not those of --groups.
-    own_groups: tuple[str, ...] = ()
-    # Prunes single weights.
-    prunes_weights: bool = False
-    # Takes coupled channels out of the network while it trains.
-    removes: bool = False
-    # Of those that exchange at each step: the step takes the mean gradient as it is.
-    plain_mean: bool = False
-    # Nodes take their steps along gradients of their own: z is the mean of their parameters.
-    drifts: bool = False
-    # Momentum is inside what the workers send; the weights are decayed there, too.
-    own_momentum: bool = False
-    own_decay: bool = False
-    # Its momentum is that of --momentum.
-    momentum: bool = True
+    # What it sends is no mean of parameters in the format of --payload: it has an exchange of its
+    # own (`methods/exchanges.py`).
+    own_exchange: bool = False
+    # What it prunes: the "groups" of --groups, single "weights", "kernels" and patterns of them, or
+    # "channels", which it takes out of the network while it trains.
+    prunes: str = ""
+    # Where momentum is: in torch's "optimizer", in what "workers" send, or likewise and "fixed",
+    # not that of --momentum.
+    momentum_in: str = "optimizer"
     # A step whose gradient has overflowed in float16 leaves no trace when it is left out.
     overflow_safe: bool = False
-    # What its outer step remembers beside theta (DiLoCo's momentum).
-    outer_step: bool = False
+    # The interval between exchanges follows from the learning rate (QSR).
+    quadratic_interval: bool = False
+
+    def takes(self, option: str) -> bool:
+        """Return whether `option` is one of its own."""
+        return any(own.name == option for own in fields(self.options))
+
+    @property
+    def per_step(self) -> bool:
+        """Whether it exchanges gradients at each local step."""
+        return self.kind == "per step"
+
+    @property
+    def flat(self) -> bool:
+        """Whether every rank is a node of its own, and nothing is left out of a message."""
+        return self.kind == "flat consensus"
+
+    @property
+    def consensus(self) -> bool:
+        """Whether it has consensus variables with duals and penalties."""
+        return self.flat or self.kind == "consensus"
+
+    @property
+    def prunes_groups(self) -> bool:
+        """Whether it prunes the groups of --groups."""
+        return self.prunes == "groups"
+
+    @property
+    def prunes_weights(self) -> bool:
+        """Whether it prunes single weights."""
+        return self.prunes == "weights"
+
+    @property
+    def own_groups(self) -> tuple[str, ...]:
+        """The kinds of groups that it prunes, where they are not those of --groups."""
+        return ("kernel", "pattern") if self.prunes == "kernels" else ()
+
+    @property
+    def removes(self) -> bool:
+        """Whether it takes coupled channels out of the network while it trains."""
+        return self.prunes == "channels"
+
+    @property
+    def prunes_once(self) -> bool:
+        """Whether it prunes at the end of one outer iteration."""
+        return self.takes("prune_iteration")
+
+    @property
+    def outer_step(self) -> bool:
+        """Whether a step with a momentum of its own follows each exchange (DiLoCo)."""
+        return self.takes("outer_momentum")
+
+    @property
+    def own_momentum(self) -> bool:
+        """Whether momentum is inside what the workers send."""
+        return self.momentum_in != "optimizer"
+
+    @property
+    def momentum(self) -> bool:
+        """Whether its momentum is that of --momentum."""
+        return self.momentum_in != "fixed"
 
     @property
     def by_iteration(self) -> bool:
@@ -74,12 +113,12 @@ class Method:
     @property
     def averages(self) -> bool:
         """Whether the message is the parameters, in the format of --payload."""
-        return not self.per_step and not self.own_format
+        return not self.own_exchange
 
     @property
     def local_sgd(self) -> bool:
         """Whether it trains locally without duals."""
-        return not self.per_step and not self.consensus
+        return self.kind == "local"
 
     @property
     def nodes(self) -> bool:
@@ -110,11 +149,6 @@ class Method:
     def fixed_interval(self) -> bool:
         """Whether all its outer iterations have as many local steps."""
         return not self.quadratic_interval
-
-    @property
-    def fixed_network(self) -> bool:
-        """Whether the network stays as it is at each step."""
-        return not self.removes
 
     def has(self, traits: str) -> bool:
         """Return whether the method has all of the named `traits`."""

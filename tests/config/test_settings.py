@@ -268,9 +268,6 @@ def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_pat
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_a_declaration_names_what_there_is(method):
-    folder = resources.files("prunex_mpi.methods")
-    assert folder.joinpath(f"{method.driver}.py").is_file()
-    assert not method.code or folder.joinpath(f"{method.code}.py").is_file()
     assert {*method.defaults} <= {name for name in FIELDS if concerns(name, method)}
     for field in dataclasses.fields(method.options):
         assert field.metadata["help"] and field.default is not dataclasses.MISSING

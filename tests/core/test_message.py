@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from prunex_mpi.config.checks import FEWEST_KEPT, advice
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.exchange import VELOCITY, nesterov_, outer_memory
 from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
 from prunex_mpi.core.state import forget_momentum_
-from prunex_mpi.methods.local_sgd import FEWEST_KEPT, advice
 from prunex_mpi.models.layout import build_layout
 
 

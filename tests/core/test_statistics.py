@@ -10,8 +10,8 @@ from torch import nn
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.statistics import average_statistics, find_reference_
-from prunex_mpi.methods import sparseloco
 from prunex_mpi.methods.hsadmm import inter_node_consensus, intra_node_consensus
+from prunex_mpi.methods.sparseloco import SparseLoco
 
 pytestmark = pytest.mark.mpi
 
@@ -55,9 +55,7 @@ def test_small_variances_beside_large_means_survive_every_exchange(way, ranks_pe
                 z_node = intra_node_consensus(wires.node, state, settings)
                 state.z_node, state.scratch = z_node, state.z_node
             if way == "sparseloco":
-                sparseloco.exchange_(
-                    wires, sparseloco.allocate(topology.num_nodes, context), context
-                )
+                SparseLoco(wires, context).exchange_(state.z)
             elif way != "per step":
                 inter_node_consensus(wires, context, UNCHANGED, behind=False)
             ranks = [statistics_of(rank, round_) for rank in range(WORLD.size)]

@@ -24,15 +24,13 @@ from prunex_mpi.compress.quantise import PAYLOADS
 from prunex_mpi.core.sums import (
     BLOCK,
     MOST_SUMMED,
+    Counts,
     allocate_coded,
-    allocate_counts,
     bytes_handed_over,
     coded_bytes,
     first_blocks,
     goes_to_all,
-    spread_,
     sum_coded_,
-    sum_numbers_,
 )
 
 CODES = ("fp16", "bf16", "int8", "int4", "int2", "int8sum")
@@ -208,13 +206,13 @@ def test_sums_reach_everyone(up, down, monkeypatch):
     for to_all in {goes_to_all(WORLD.size, up, down), False} if fits else {True}:
         monkeypatch.setattr("prunex_mpi.core.sums.goes_to_all", lambda *_, way=to_all: way)
         wire = wire_of(WORLD)
-        space = allocate_counts(wire, torch.empty(NUMEL), up, down)
-        space["numbers"].view(-1)[:NUMEL].copy_(every[WORLD.rank])
-        sums = sum_numbers_(wire, space, up)
+        counts = Counts(wire, torch.empty(NUMEL), up, down)
+        counts.numbers.view(-1)[:NUMEL].copy_(every[WORLD.rank])
+        sums = counts.sum_()
         if not to_all:
             if down == 16:
                 sums = sums.to(torch.int16)
-            sums = spread_(wire, space, sums, down)
+            sums = counts.spread_(sums)
         found = sums.reshape(-1)[:NUMEL].to(torch.int64)
         assert torch.equal(found, wanted)
         assert_alike_on_all_ranks(found)
@@ -228,12 +226,12 @@ def test_sums_of_many_workers_need_16_bits():
         deal_=lambda mine, received: received.copy_(mine),
         gather_=lambda mine, everyone: everyone.copy_(mine),
     )
-    space = allocate_counts(wire, torch.empty(NUMEL), 2, 16)
-    space["numbers"].fill_(3)
-    sums = sum_numbers_(wire, space, 2)
+    counts = Counts(wire, torch.empty(NUMEL), 2, 16)
+    counts.numbers.fill_(3)
+    sums = counts.sum_()
     # As lists: a byte would be compared with 300 modulo 256.
-    assert not space["to_all"] and set(sums.view(-1).tolist()) == {300}
-    assert set(spread_(wire, space, sums, 16).view(-1).tolist()) == {300}
+    assert not counts.to_all and set(sums.view(-1).tolist()) == {300}
+    assert set(counts.spread_(sums).view(-1).tolist()) == {300}
 
 
 def test_bytes_by_hand():

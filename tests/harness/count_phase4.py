@@ -18,7 +18,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from prunex_mpi import train
-from prunex_mpi.methods import hsadmm, local_sgd, per_step
+from prunex_mpi.methods import hsadmm, per_step
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 sent: list[int] = []
@@ -35,8 +35,8 @@ def reading() -> int:
     return int(fields[0]) + int(fields[8])
 
 
-def counted(real, place):
-    """Return `real` between two readings; nothing else is on the link. Its wires are at `place`."""
+def counted(real):
+    """Return `real`, of wires or an exchange, between two readings; nothing else is on the link."""
 
     def function(*arguments, **named):
         MPI.COMM_WORLD.Barrier()
@@ -46,16 +46,16 @@ def counted(real, place):
         result = real(*arguments, **named)
         MPI.COMM_WORLD.Barrier()
         sent.append(reading() - before)
-        workers = arguments[place].workers
+        workers = getattr(arguments[0], "wires", arguments[0]).workers
         nodes[:] = [workers.comm.rank] if workers.is_member else []
         return result
 
     return function
 
 
-hsadmm.inter_node_consensus = counted(hsadmm.inter_node_consensus, 0)
-hsadmm.send_part_ = local_sgd.send_part_ = counted(hsadmm.send_part_, 0)
-per_step.average_gradient_ = counted(per_step.average_gradient_, 1)
+hsadmm.inter_node_consensus = counted(hsadmm.inter_node_consensus)
+hsadmm.send_part_ = counted(hsadmm.send_part_)
+per_step.average_gradient_ = counted(per_step.average_gradient_)
 status = train.main(sys.argv[2:])
 for node in nodes:
     Path(f"{sys.argv[1]}-{node}").write_text(json.dumps(sent))

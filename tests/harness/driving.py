@@ -17,12 +17,12 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.comm.wire import Wire, find_wires
+from prunex_mpi.comm.wire import Wire, Wires, find_wires
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Problem, RunContext, build_state
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.methods.exchanges import memory_of
+from prunex_mpi.methods.exchanges import exchange_of, memory_of
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.masks import layer_masks
@@ -90,6 +90,11 @@ def wires_of(topology, transport=SMALL_BUCKETS, flat=False):
 def wire_of(comm, transport=SMALL_BUCKETS, kind="payload"):
     """Return a wire over `comm`, with counts of its own."""
     return Wire(comm, 1 / comm.size, comm.size, transport, Traffic(), Clock(), kind)
+
+
+def exchange_over(wire, context):
+    """Return the exchange of a method whose workers, all nodes of their own, speak over `wire`."""
+    return exchange_of(context.settings.method)(Wires(wire, wire, wire, flat=True), context)
 
 
 def element_masks(state):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from counting import Counting
-from driving import COMMON, SMALL_BUCKETS, make_context
+from driving import COMMON, SMALL_BUCKETS, exchange_over, make_context
 from nets import RandomStream, new_net
 from nodes import WORLD
 
@@ -14,7 +14,7 @@ from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import declared
-from prunex_mpi.methods.exchanges import code_of, metadata_bytes
+from prunex_mpi.methods.exchanges import exchange_of, metadata_bytes
 
 pytestmark = pytest.mark.mpi
 
@@ -25,7 +25,11 @@ METHODS = {
     "adacgd": {},
 }
 # All others as they are by default; what a step of pactrain sends is told by those before it.
-OTHERS = [m for m in declared.METHODS if m.per_step and not m.plain_mean and m.name != "pactrain"]
+OTHERS = [
+    m
+    for m in declared.METHODS
+    if m.per_step and not exchange_of(m).plain_mean and m.name != "pactrain"
+]
 METHODS |= {m.name: {} for m in OTHERS if m.name not in METHODS}
 # Those of which the most that a step sends is foretold; adacgd's first step is dense.
 AT_MOST = ("dgc", "adacgd", "parallax", "embrace")
@@ -38,9 +42,8 @@ def test_what_is_counted_is_what_is_sent(method):
     context = make_context(settings, model, RandomStream(0, torch.float32))
     context.problem.train.steps_per_epoch = 2
     wire = Wire(Counting(WORLD), 1 / SIZE, SIZE, SMALL_BUCKETS, Traffic(), Clock())
-    module = code_of(settings.method)
-    space = module.allocate(wire, context)
-    foretold, _ = module.payload(settings, context.state.layout, 4, SIZE)
+    exchange = exchange_over(wire, context)
+    foretold, _ = exchange.payload(settings, context.state.layout, 4, SIZE)
     for step in range(3):
         context.state.position.step = step
         generator = torch.Generator().manual_seed(10 * step + WORLD.rank)
@@ -48,7 +51,7 @@ def test_what_is_counted_is_what_is_sent(method):
             torch.randn(context.state.grad.numel(), generator=generator) / SIZE
         )
         before = wire.traffic.payload
-        module.exchange_(wire, space, context)
+        exchange.exchange_(context.state.grad)
         handed_over = wire.traffic.payload - before
         if method not in AT_MOST:
             assert handed_over == foretold

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driving import COMMON, make_context, run_driver, wire_of
+from driving import COMMON, exchange_over, make_context, run_driver, wire_of
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 
@@ -28,8 +28,8 @@ def test_votes_by_hand(workers, monkeypatch):
         return
     monkeypatch.setattr(lion, "BETA1", 0.5)
     monkeypatch.setattr(lion, "BETA2", 0.75)
-    context, wire = work_of(), wire_of(comm)
-    space = lion.allocate(wire, context)
+    context = work_of()
+    exchange = exchange_over(wire_of(comm), context)
     grad, momentum = context.state.grad, context.state.memory["own.momentum"]
     momentum.zero_()
     grad.zero_()
@@ -37,7 +37,7 @@ def test_votes_by_hand(workers, monkeypatch):
     momentum[2] = -4.0
     half = WORLD.rank < workers / 2
     grad[:4] = torch.tensor([2.0, -2.0 if WORLD.rank == 0 else 2.0, 2.0, 2.0 if half else -2.0])
-    lion.exchange_(wire, space, context)
+    exchange.exchange_(grad)
     second = {1: -1, 2: 0, 3: 1, 4: 1}[workers]
     fourth = 1 if workers % 2 else 0
     assert grad[:4].tolist() == [1, second, -1, fourth]
@@ -47,12 +47,12 @@ def test_votes_by_hand(workers, monkeypatch):
 
 
 def test_parameters_without_a_gradient_go_nowhere_in_two_steps():
-    context, wire = work_of(), wire_of(WORLD)
-    space, total = lion.allocate(wire, context), 0
+    context, total = work_of(), 0
+    exchange = exchange_over(wire_of(WORLD), context)
     for step in range(2):
         context.state.position.step = step
         context.state.grad.zero_()
-        lion.exchange_(wire, space, context)
+        exchange.exchange_(context.state.grad)
         total = total + context.state.grad
     assert not total.any()
 
@@ -66,14 +66,14 @@ def test_one_worker_alone_is_lion():
         start = make_context(settings, model, RandomStream(WORLD.rank, torch.float64)).state.theta
         theta, momentum = start.clone(), torch.zeros_like(start)
         given = []
-        real = lion.exchange_
+        real = lion.Lion.exchange_
 
-        def watched(wire, space, context):
-            given.append(context.state.grad.clone())
-            real(wire, space, context)
+        def watched(exchange, grad):
+            given.append(grad.clone())
+            real(exchange, grad)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lion, "exchange_", watched)
+            patch.setattr(lion.Lion, "exchange_", watched)
             stream = RandomStream(WORLD.rank, torch.float64)
             *_, (_, state) = run_driver(topology, settings, new_net(), stream)
         if not topology.is_leader:

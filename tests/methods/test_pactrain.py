@@ -32,32 +32,20 @@ from prunex_mpi.core.state import PRUNED
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.text import Windows
 from prunex_mpi.data.text_files import Tokens as TextTokens
-from prunex_mpi.methods import pactrain_mask, pactrain_samples, pactrain_support
+from prunex_mpi.methods import pactrain, pactrain_mask
 from prunex_mpi.methods.pactrain import (
-    COMPACT,
-    FULL,
-    TERNARY,
-    TRIALS_PER_WAY,
+    STABLE,
+    SUPPORT,
+    PacTrain,
+    adopt_pruned_,
     agree_on_stable,
-    allocate,
-    exchange_,
-    follow_,
-    note_trial_,
-    way_in_force,
+    outside_,
 )
 from prunex_mpi.methods.pactrain_mask import (
     GRASP_TEMPERATURE,
-    adopt_pruned_,
-    prune_when_due_,
+    draw_balanced,
     score_of,
-)
-from prunex_mpi.methods.pactrain_samples import draw_balanced, windows_apart
-from prunex_mpi.methods.pactrain_support import (
-    CHOICE,
-    SECONDS,
-    STABLE,
-    SUPPORT,
-    outside_,
+    windows_apart,
 )
 from prunex_mpi.models.layout import build_layout, matrices
 from prunex_mpi.run import delivery
@@ -76,14 +64,13 @@ SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     """Of several buckets each is settled by itself: 128 values of float64 in one."""
-    monkeypatch.setattr(pactrain_support, "BUCKET_MIB", 2**-10)
+    monkeypatch.setattr(pactrain, "BUCKET_MIB", 2**-10)
 
 
 LATER = {"pactrain_prune_iteration": 1}
 CASES = [
     *((*shape, {}) for shape in SHAPES),
     *((*shape, LATER) for shape in SHAPES[::2]),
-    (*SHAPES[1], {"pactrain_adaptive": True}),
 ]
 
 
@@ -117,9 +104,7 @@ def test_program_equals_masked_sgd(aggregation, ranks_per_node, changes):
                 torch.testing.assert_close(module.running_mean.cpu(), mean, rtol=1e-11, atol=1e-12)
                 torch.testing.assert_close(module.running_var.cpu(), var, rtol=1e-11, atol=1e-12)
         assert state.memory[STABLE].all()
-        if settings.options.adaptive:
-            assert int(state.memory[CHOICE]) in (FULL, COMPACT)
-        elif aggregation == "flat" or topology.is_leader:
+        if aggregation == "flat" or topology.is_leader:
             # Part of the weights travel in the end, and all of them before they are pruned.
             assert payloads[2] < 0.7 * record["bytes"]["dense"]
             if settings.options.prune_iteration:
@@ -264,7 +249,7 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks(monkeypatch):
 
     alone = copy.deepcopy(model)
     wanted = grasp_as_published(alone, normalised(images[first]), labels[first], keep)
-    monkeypatch.setattr(pactrain_samples, "SAMPLES", each)
+    monkeypatch.setattr(pactrain_mask, "SAMPLES", each)
     settings = make(
         **{**COMMON, "pactrain_score": "auto", "keep_ratio": (keep,), "outer_iterations": 1}
     )
@@ -279,7 +264,7 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks(monkeypatch):
         )
         wires = wires_of(topology)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        prune_when_due_(wires, replace(context, problem=problem), 0)
+        PacTrain(wires, replace(context, problem=problem)).prune_(0)
         state = context.state
         # Two batches, twice, tell the watchdog that it goes on.
         assert WORLD.allreduce(context.heartbeat.beats) >= 4
@@ -302,8 +287,8 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks(monkeypatch):
 
 def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
     """12 images of 2 x 2 pixels: halves of 6, of which 5 would fit into a batch."""
-    monkeypatch.setattr(pactrain_samples, "SAMPLES", 4)
-    monkeypatch.setattr(pactrain_samples, "BATCH_PIXELS", 5 * 2 * 2)
+    monkeypatch.setattr(pactrain_mask, "SAMPLES", 4)
+    monkeypatch.setattr(pactrain_mask, "BATCH_PIXELS", 5 * 2 * 2)
     settings = make(**{**COMMON, "pactrain_score": "grasp"})
     context = make_context(settings, new_net(), RandomStream(WORLD.rank, torch.float64))
     shard = Shard(torch.zeros(24, 3, 2, 2, dtype=torch.uint8), torch.arange(24) % 3)
@@ -314,7 +299,7 @@ def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
     )
     with nodes_of(2) as topology:
         everyone = wires_of(topology).everyone
-        found = pactrain_samples.batches_to_score(everyone, replace(context, problem=problem))
+        found = pactrain_mask.batches_to_score(everyone, replace(context, problem=problem))
     sizes = WORLD.allgather([len(labels) for _, labels in found])
     assert list(itertools.chain(*sizes)) == [3] * 4
 
@@ -328,7 +313,7 @@ def test_a_draw_takes_the_first_images_of_each_class_over_all_shards():
     found = [-1] * len(wanted)
     before = torch.zeros(3, dtype=torch.int64)
     for start, labels in zip((0, 5), shards, strict=True):
-        own, places = pactrain_samples.places_in_draw(labels, before, 2)
+        own, places = pactrain_mask.places_in_draw(labels, before, 2)
         for image, place in zip(own.tolist(), places.tolist(), strict=True):
             assert found[place] == -1
             found[place] = start + image
@@ -337,8 +322,8 @@ def test_a_draw_takes_the_first_images_of_each_class_over_all_shards():
 
 
 def test_windows_of_text_are_at_even_distances_in_batches(monkeypatch):
-    monkeypatch.setattr(pactrain_samples, "WINDOWS", 6)
-    monkeypatch.setattr(pactrain_samples, "BATCH_TOKENS", 2 * 8)
+    monkeypatch.setattr(pactrain_mask, "WINDOWS", 6)
+    monkeypatch.setattr(pactrain_mask, "BATCH_TOKENS", 2 * 8)
     text = Windows(TextTokens(np.zeros(105, dtype=np.uint8)), range(0), 8)
 
     def starts(stop):
@@ -350,11 +335,11 @@ def test_windows_of_text_are_at_even_distances_in_batches(monkeypatch):
     assert starts(41) == [[0, 8], [16, 24], [32]]
     assert starts(40) == [[0, 8], [16, 24]]
     # No piece is far shorter than others.
-    monkeypatch.setattr(pactrain_samples, "WINDOWS", 8)
-    monkeypatch.setattr(pactrain_samples, "BATCH_TOKENS", 3 * 8)
+    monkeypatch.setattr(pactrain_mask, "WINDOWS", 8)
+    monkeypatch.setattr(pactrain_mask, "BATCH_TOKENS", 3 * 8)
     assert starts(65) == [[0, 8], [16, 24], [32, 40], [48, 56]]
     # A window alone may be longer.
-    monkeypatch.setattr(pactrain_samples, "BATCH_TOKENS", 7)
+    monkeypatch.setattr(pactrain_mask, "BATCH_TOKENS", 7)
     assert starts(40) == [[0], [8], [16], [24]]
 
 
@@ -402,7 +387,7 @@ class Exchanger:
         self.topology = topology
         self.wires = wires_of(topology, flat=self.settings.aggregation == "flat")
         self.workers, self.traffic = self.wires.workers, self.wires.workers.traffic
-        self.space = allocate(self.workers, self.context)
+        self.own = PacTrain(self.wires, self.context)
         self.generator = torch.Generator().manual_seed(WORLD.rank)
 
     def step(self, extra=()):
@@ -421,13 +406,13 @@ class Exchanger:
         wanted.masked_fill_(state.memory[PRUNED], 0.0)
         self.exchange()
         self.topology.node.Bcast(grad.numpy(), root=0)
-        follow_(self.wires, self.space, self.context)
+        self.own.follow_()
         return grad.clone(), wanted
 
     def exchange(self):
         self.traffic.payload = 0
         if self.workers.is_member:
-            exchange_(self.workers, self.space, self.context)
+            self.own.exchange_(self.state.grad)
 
     @property
     def stable(self):
@@ -513,7 +498,7 @@ def test_a_step_that_overflows_in_fp16_says_nothing_of_supports():
         # Zero times infinity is NaN, where weights are pruned as well.
         job.state.grad.fill_(torch.inf)
         job.exchange()
-        follow_(job.wires, job.space, job.context)
+        job.own.follow_()
         assert not torch.isfinite(job.state.grad).any()
         for name, tensor in job.state.memory.items():
             assert torch.equal(tensor, before[name]), name
@@ -534,7 +519,7 @@ def test_one_rank_alone_keeps_a_bucket_unstable():
 
 
 # --------------------------------------------------------------------------------------------------
-# Ternary and adaptive
+# Ternary
 # --------------------------------------------------------------------------------------------------
 
 
@@ -567,13 +552,13 @@ def test_ternary_sums_are_conserved_and_right_on_average(aggregation, ranks_per_
         counts = (state.memory[SUPPORT] & (wanted != 0)).sum()
         if workers.is_member:
             assert not mean[state.memory[PRUNED]].any()
-            integers = job.space["integers"]
+            integers = job.own.integers
             assert integers.dtype == torch.int8
             assert integers.abs().max() <= workers.comm.size
-            scales = job.space["scales"][0]
+            scales = job.own.scales[0]
             # Whole multiples of the scale: integers were added up, and nothing else.
-            places = job.space["positions"].split(job.space["counts"])
-            parts = integers.split(job.space["counts"])
+            places = job.own.positions.split(job.own.counts)
+            parts = integers.split(job.own.counts)
             for scale, place, part in zip(scales, places, parts, strict=True):
                 assert torch.equal(found[place], part.double() * scale)
             bytes_wanted = 8 * 2 * 7 + integers.numel()
@@ -607,25 +592,3 @@ def seeded_net():
     """Return the test network without a trace in the generator, which the ranks have their own."""
     with torch.random.fork_rng():
         return new_net(torch.float32)
-
-
-@pytest.mark.parametrize("ternary", [False, True])
-def test_the_way_that_is_fastest_on_the_slowest_worker_is_taken(ternary):
-    """Full is the fastest but for one straggler; the last rank is the straggler."""
-    slow = 1.0 if WORLD.rank == WORLD.size - 1 else 0.0
-    with nodes_of(2) as topology:
-        job = Exchanger(topology, pactrain_adaptive=True, pactrain_ternary=ternary)
-        memory, settings = job.state.memory, job.settings
-        memory[STABLE].fill_(True)
-        tried, ways = [], [FULL, COMPACT, TERNARY] if ternary else [FULL, COMPACT]
-        while memory[CHOICE] < 0:
-            way = way_in_force(memory, settings)
-            # The first and the last trial of each way are slow to no account.
-            late = (9.0, 0.0, 3.0)[len(tried) // len(ways)]
-            tried.append(way)
-            seconds = {FULL: 0.1 + slow, COMPACT: 0.5, TERNARY: 0.3 + 0.1 * slow}[way]
-            job.space["seconds"][0] = seconds + late
-            note_trial_(job.wires.everyone, job.space["seconds"].double(), memory, settings)
-        assert tried == ways * TRIALS_PER_WAY
-        assert way_in_force(memory, settings) == (TERNARY if ternary else COMPACT)
-        assert memory[SECONDS][:2].tolist() == pytest.approx([1.1, 0.5], abs=1e-6)

@@ -28,8 +28,10 @@ from torch import nn
 from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import VERDICT_BYTES
-from prunex_mpi.config.resolve import BY_NAME, make
-from prunex_mpi.methods import declared, exchanges
+from prunex_mpi.config.resolve import make
+from prunex_mpi.methods import declared
+from prunex_mpi.methods.exchange import RESIDUAL
+from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = pytest.mark.mpi
@@ -61,7 +63,7 @@ COVERED |= {name.partition(",")[0] for name in METHODS}
 PER_STEP = [method for method in declared.METHODS if method.per_step]
 METHODS |= {m.name: {} for m in PER_STEP if m.name not in COVERED}
 # Those that keep what they have not sent for a later step.
-WITH_RESIDUAL = [m.name for m in PER_STEP if hasattr(exchanges.code_of(m), "RESIDUAL")]
+WITH_RESIDUAL = ["topk", "dgc", "powersgd", "omnireduce", "spardl"]
 AGGREGATIONS = ("flat", "hierarchical")
 # Leaders call among themselves what all ranks do in "flat": once for both MPIs, and on one shape.
 ONCE_FOR_NODES = [
@@ -76,7 +78,7 @@ def small_constants(monkeypatch):
     """Let program and oracle have constants that suit a small network."""
     for name, constants in SMALL.items():
         for key, value in constants.items():
-            monkeypatch.setattr(exchanges.code_of(BY_NAME[name]), key, value)
+            monkeypatch.setattr(f"prunex_mpi.methods.{name}.{key}", value)
             monkeypatch.setitem(CONSTANTS[name], key, value)
 
 
@@ -175,20 +177,20 @@ def test_what_is_sent_and_what_is_kept_are_the_gradients(
     changes = {**changes_of(method), "momentum": 0.0, "weight_decay": 0.0}
     settings = make(aggregation=aggregation, **changes)
     given, arrived = [], []
-    module = exchanges.code_of(settings.method)
-    real = module.exchange_
+    kind = exchange_of(settings.method)
+    real = kind.exchange_
 
-    def watched(wire, space, context):
-        given.append(context.state.grad.clone())
-        real(wire, space, context)
-        arrived.append(context.state.grad.clone())
+    def watched(exchange, grad):
+        given.append(grad.clone())
+        real(exchange, grad)
+        arrived.append(grad.clone())
 
-    monkeypatch.setattr(module, "exchange_", watched)
+    monkeypatch.setattr(kind, "exchange_", watched)
     with nodes_of(ranks_per_node) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)
         for _, state in run_driver(topology, settings, new_net(), stream):
             # Blocks fill up the last one.
-            kept = state.memory[module.RESIDUAL][: state.theta.numel()]
+            kept = state.memory[RESIDUAL][: state.theta.numel()]
         is_member = aggregation == "flat" or topology.is_leader
     assert len(given) == (2 * STEPS if is_member else 0)
     assert bool(kept.any()) == is_member
@@ -214,11 +216,11 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypa
     method = changes["method"]
     if method == "dgc":
         # A sample of everything finds as many as topk sends.
-        monkeypatch.setattr(exchanges.code_of(BY_NAME[method]), "SAMPLE", 1.0)
+        monkeypatch.setattr("prunex_mpi.methods.dgc.SAMPLE", 1.0)
         changes |= {"dgc_warmup_epochs": 0}
     if method == "adacgd":
         # The finest level always.
-        monkeypatch.setattr(exchanges.code_of(BY_NAME[method]), "ZETA", 0.0)
+        monkeypatch.setattr("prunex_mpi.methods.adacgd.ZETA", 0.0)
     settings = make(aggregation=aggregation, **changes)
     model = new_net(torch.float32)
     parameters = sum(p.numel() for p in model.parameters())

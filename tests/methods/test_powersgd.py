@@ -4,14 +4,21 @@ import copy
 
 import pytest
 import torch
-from driving import COMMON, SHAPES, assert_alike_on_all_ranks, make_context, run_driver, wire_of
+from driving import (
+    COMMON,
+    SHAPES,
+    assert_alike_on_all_ranks,
+    exchange_over,
+    make_context,
+    run_driver,
+    wire_of,
+)
 from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.methods import powersgd
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -78,15 +85,15 @@ def test_the_authors_reducer_takes_the_same_steps():
     All is linear in the sum of the memories, so that what arrives is the same. The newer package
     and Algorithm 2 subtract a worker's own part, as here.
     """
-    context, wire = three_by_three(1), wire_of(WORLD)
-    space, state = powersgd.allocate(wire, context), context.state
+    context = three_by_three(1)
+    exchange, state = exchange_over(wire_of(WORLD), context), context.state
     generator = torch.Generator().manual_seed(4)
     query = state.memory["shared.right_factors"].view(3, 1).clone()
     memories = [torch.zeros(3, 3, dtype=torch.float64) for _ in range(WORLD.size)]
     for _ in range(4):
         gradients = torch.randn(WORLD.size, 12, generator=generator, dtype=torch.float64)
         state.grad.copy_(gradients[WORLD.rank] / WORLD.size)
-        powersgd.exchange_(wire, space, context)
+        exchange.exchange_(state.grad)
         sent = [g[:9].view(3, 3) + m for g, m in zip(gradients, memories, strict=True)]
         left = orthogonalised(sum(m @ query for m in sent))
         query = sum(m.T @ left for m in sent) / WORLD.size

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from counting import Counting
-from driving import COMMON, SMALL_BUCKETS, make_context
+from driving import COMMON, SMALL_BUCKETS, exchange_over, make_context
 from nets import RandomStream
 from nodes import WORLD
 from reference_rivals import spardl as oracle
@@ -19,6 +19,7 @@ from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import spardl
+from prunex_mpi.methods.exchange import RESIDUAL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -47,14 +48,14 @@ def test_any_number_of_workers_does_what_the_authors_do(workers, count, ratio):
     context = make_context(settings, Row(count), RandomStream(0, torch.float64))
     counting = Counting(comm)
     wire = Wire(counting, 1 / workers, workers, SMALL_BUCKETS, Traffic(), Clock())
-    space, grad, memory = spardl.allocate(wire, context), context.state.grad, {}
-    residual = context.state.memory[spardl.RESIDUAL]
+    exchange, grad, memory = exchange_over(wire, context), context.state.grad, {}
+    residual = context.state.memory[RESIDUAL]
     for step in range(4):
         given = [gradient_of(rank, step, count) for rank in range(workers)]
         before = np.array([residual.sum(), 0.0])
         wanted = oracle([{"row": g} for g in given], memory, SimpleNamespace(**vars(settings)))
         grad.copy_(given[comm.rank])
-        spardl.exchange_(wire, space, context)
+        exchange.exchange_(grad)
         torch.testing.assert_close(grad, wanted["row"], rtol=1e-12, atol=1e-12)
         mine = torch.tensor(memory["residuals"][comm.rank], dtype=torch.float64)
         torch.testing.assert_close(residual, mine, rtol=1e-12, atol=1e-12)

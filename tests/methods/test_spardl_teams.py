@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from driving import COMMON, SMALL_BUCKETS, make_context
+from driving import COMMON, SMALL_BUCKETS, exchange_over, make_context
 from nets import RandomStream
 from nodes import WORLD
 from reference_rivals import spardl as oracle
@@ -18,6 +18,7 @@ from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import spardl
+from prunex_mpi.methods.exchange import RESIDUAL
 from prunex_mpi.run.supervision import check_exchange
 
 STEPS = 5
@@ -54,11 +55,11 @@ def steps_of(comm, settings, count: int):
     model = nn.Linear(count, 1, bias=False, dtype=torch.float64)
     context = make_context(settings, model, RandomStream(0, torch.float64))
     wire = Wire(comm, 1 / comm.size, comm.size, SMALL_BUCKETS, Traffic(), Clock())
-    space, state, found = spardl.allocate(wire, context), context.state, []
+    exchange, state, found = exchange_over(wire, context), context.state, []
     for step in range(STEPS):
         state.grad.copy_(gradient_of(comm.rank, step, count))
-        spardl.exchange_(wire, space, context)
-        kept = state.memory[spardl.RESIDUAL], state.memory[spardl.ADAPTED]
+        exchange.exchange_(state.grad)
+        kept = state.memory[RESIDUAL], state.memory[spardl.ADAPTED]
         found.append([state.grad.clone(), *(tensor.clone() for tensor in kept)])
     return wire, found
 
@@ -115,7 +116,7 @@ def test_four_workers_in_two_teams_send_less_in_fewer_messages():
     one_team = STEPS * 2 * 3 * 10 * 12
     assert ranks[0].sent == sum((20 + h + 20) * 12 for h in between) < one_team
     assert ranks[0].messages == STEPS * 2 * 3
-    most, _ = spardl.payload(settings, SimpleNamespace(numel=400), 8, 4)
+    most, _ = spardl.SparDl.payload(settings, SimpleNamespace(numel=400), 8, 4)
     assert ends[0][0].traffic.payload == ranks[0].sent <= STEPS * most == STEPS * 60 * 12
 
 
@@ -155,4 +156,4 @@ def test_a_number_of_teams_that_does_not_divide_the_workers_is_refused(flat, wor
     with pytest.raises(UserError, match=f"teams 3 does not divide the {workers} workers; give a"):
         check_exchange(topology, settings)
     with pytest.raises(UserError, match=f"teams 3 does not divide the {workers} workers"):
-        spardl.payload(settings, SimpleNamespace(numel=10), 4, workers)
+        spardl.SparDl.payload(settings, SimpleNamespace(numel=10), 4, workers)

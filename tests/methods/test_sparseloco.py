@@ -24,7 +24,7 @@ def test_bytes_are_those_that_are_foretold_and_all_ranks_hold_the_same(ranks_per
             assert_alike_on_all_ranks(state.stats)
             for module in state.bn_modules:
                 assert_alike_on_all_ranks(module.running_var)
-            each, _ = sparseloco.payload(settings, state.layout, 4, state.stats.numel())
+            each, _ = sparseloco.SparseLoco.payload(settings, state.layout, 4, state.stats.numel())
             counted = record["bytes"]
             if topology.is_leader:
                 assert counted["payload"] == each

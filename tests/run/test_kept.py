@@ -16,7 +16,7 @@ from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm import topology as comm
 from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.data.batches import BatchStream
-from prunex_mpi.methods import flat_consensus, hsadmm, local_sgd
+from prunex_mpi.methods import hsadmm
 from prunex_mpi.run import supervision
 from prunex_mpi.run.kept import Kept, begin, keep, put_back, take_work_out
 
@@ -54,8 +54,7 @@ def train_until_lost(topology, case, monkeypatch):
             raise Lost
         find_reference_(*given)
 
-    for module in (hsadmm, local_sgd, flat_consensus):
-        monkeypatch.setattr(module, "find_reference_", fail_in_the_third)
+    monkeypatch.setattr(hsadmm, "find_reference_", fail_in_the_third)
     kept = Kept(run.settings)
     begin(topology, run.context, "", kept)
     kept.context = run.context

@@ -39,7 +39,7 @@ MORE = {
     "adacgd": {"method": "adacgd"},
     "pactrain_ternary": {
         **{"method": "pactrain", "pactrain_prune_iteration": 1, "pactrain_stable_window": 1},
-        **{"pactrain_ternary": True, "pactrain_adaptive": True},
+        "pactrain_ternary": True,
     },
 }
 
