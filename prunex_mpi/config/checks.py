@@ -1,7 +1,7 @@
 """Which settings do not fit together, though each is fine alone."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from prunex_mpi.base.errors import UserError
@@ -83,12 +83,11 @@ def check_together(settings: Settings) -> None:
             raise UserError(f"{key} {rho} must be from {fields.RHO_MIN} to {fields.RHO_MAX}")
 
 
-def check_given(settings: Settings, usual: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse values, other than the `usual` ones, that another setting makes meaningless."""
+def check_given(settings: Settings, given: Collection[str]) -> None:
+    """Refuse what is `given` otherwise than it is anyway, and made meaningless by another one."""
     s = settings
     own = {s.method.option_name(name): value for name, value in vars(s.options).items()}
     values = {**vars(s), **own}
-    given = {name for name, value in values.items() if all(value != of.get(name) for of in usual)}
     # While masks may still change nothing stops a run, and without duals there are no residuals.
     never_stops = fields.freezes(s) and s.after_freeze == "local-sgd"
     means_nothing = (

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
 from prunex_mpi.base.files import TOKENIZER, open_regular, regular_only, tomllib
 from prunex_mpi.base.imports import check_foreign
 from prunex_mpi.config.parser import Parser, last_value, program_parser
@@ -22,13 +22,15 @@ from prunex_mpi.config.resolve import (
     OWNER,
     build,
     check_saved,
+    concerns,
     defaults,
     from_table,
     is_of_a_run,
+    over,
     preset_comment,
     preset_values,
     resumed,
-    together,
+    toml_key,
 )
 from prunex_mpi.settings.fields import PRESETS, Settings, key_of
 from prunex_mpi.settings.values import AUTO, choices_shown, convert, in_words, left_open
@@ -75,26 +77,18 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
     paths = flags.pop("config", [])
     if len(paths) > 1:
         raise UserError(f"--config is given {len(paths)} times; give it once")
-    file_values, left_out, asked = read_config(paths[0]) if paths else ({}, (), None)
-    flag_values = {name: convert_flag(name, text) for name, text in flags.items()}
-    if flag_values.get("local_epochs") and flag_values.get("local_steps", 0) > 0:
-        raise UserError("--local-epochs and --local-steps are both given; keep one of them")
-    if left_out and "run_dir" not in flag_values:
-        tell(
-            f"--config {quote(paths[0], 250)} is of a run and repeats it in another folder, "
-            f"without its {' and '.join(left_out)}; --resume --run-dir goes on with a run"
-        )
-    layers, default = [file_values, flag_values], FIELDS["preset"].default
-    preset = flag_values.get("preset", file_values.get("preset", default))
-    given = together(preset, layers, asked)
-    if given.get("resume"):
-        if not given.get("run_dir"):
+    given = {name: convert_flag(name, text) for name, text in flags.items()}
+    of_file, is_run = read_config(paths[0], given, tell) if paths else ({}, False)
+    laid = over(of_file, given)
+    if laid.get("resume"):
+        if not laid.get("run_dir"):
             raise UserError("--resume needs --run-dir, the folder of the run that goes on")
         # os.path says no where Path.exists raises; the run directory then says what is wrong.
-        if os.path.exists(Path(given["run_dir"]) / "config.toml"):
-            saved, asked = read_saved(given["run_dir"])
-            return resumed_by_tokenizer(saved, given, asked)
-    return build(preset, layers, asked)
+        if os.path.exists(Path(laid["run_dir"]) / "config.toml"):
+            saved, asked = read_saved(laid["run_dir"])
+            return resumed_by_tokenizer(saved, laid, asked)
+    preset = laid.get("preset", FIELDS["preset"].default)
+    return build(preset, given, of_file) if is_run else build(preset, laid)
 
 
 def resumed_by_tokenizer(
@@ -117,20 +111,33 @@ def resumed_by_tokenizer(
     return dataclasses.replace(settings, tokenizer=str(kept)) if gone else settings
 
 
-def read_config(path: str) -> tuple[dict[str, Any], tuple[str, ...], dict[str, Any] | None]:
-    """Read the TOML file of `--config`; return converted values by field name, and keys left out.
+def read_config(
+    path: str, given: Mapping[str, Any], tell: Callable[[str], None]
+) -> tuple[dict[str, Any], bool]:
+    """Read the TOML file of `--config`; return converted values by field name, and whether a run's.
 
-    The file of a run is read to repeat it, elsewhere; what it had been asked for otherwise comes
-    last, None of other files. Raises UserError for a bad file.
+    The file of a run is read to repeat it, elsewhere, also by another method that flags have
+    `given`; what of it does not count then is handed to `tell`. Raises UserError for a bad file.
     """
     where = f"--config {quote(path, 250)}"
     table = _load_toml(path, where)
-    values, left_out, asked = from_table(table, where), (), None
-    if is_of_a_run(table):
-        asked = from_table(table.get("asked", {}), where)
-        given = {name: values.pop(name) for name in OF_THE_FOLDER if name in values}
-        left_out = tuple(key_of(name) for name, x in given.items() if x != FIELDS[name].default)
-    return values, left_out, asked
+    values, is_run = from_table(table, where), is_of_a_run(table)
+    if not is_run:
+        return values, False
+    left = [key_of(n) for n in OF_THE_FOLDER if values.pop(n, "") not in ("", False)]
+    if left and "run_dir" not in given:
+        tell(
+            f"{where} is of a run and repeats it in another folder, without its "
+            f"{' and '.join(left)}; --resume --run-dir goes on with a run"
+        )
+    method = BY_NAME[given.get("method", values["method"])]
+    foreign = [name for name in values if not concerns(name, method)]
+    if foreign:
+        tell(
+            f"{where} is of a run by {values['method']}; without its "
+            f"{listed(map(toml_key, foreign))}, which mean nothing to {method.name}"
+        )
+    return {name: value for name, value in values.items() if name not in foreign}, True
 
 
 def read_saved(run_dir: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -158,7 +158,6 @@ class Settings:
         "local steps per outer iteration after the masks are frozen, 0 for the same",
         low=0,
         of="shrinks",
-        off=0,
     )
     comm_share: float = _setting(
         "fraction of the time that the exchange may take, for --local-steps auto",
@@ -273,7 +272,6 @@ class Settings:
         "channel",
         choices=("magnitude", "gates"),
         of="prunes_groups nodes",
-        off="magnitude",
     )
     warmup_iterations: int = _setting(
         "dense outer iterations at the start, a count or a fraction such as 1/8",
@@ -302,7 +300,6 @@ class Settings:
     remove_dropped: bool = _setting(
         "remove dropped coupled channels from the network after the freeze, for faster steps",
         of="shrinks",
-        off=False,
     )
 
     _setting = partial(setting, "consensus")
@@ -336,7 +333,6 @@ class Settings:
         "feedback",
         choices=PAYLOADS,
         of="averages",
-        off="fp32",
     )
     fragments: int = _setting(
         "parts of the message, sent at even distances between local steps (prunex: once frozen)",
@@ -344,14 +340,12 @@ class Settings:
         low=1,
         high=10**4,
         of="averages nodes",
-        off=1,
     )
     overlap_steps: int = _setting(
         "local steps that overlap with the exchange between nodes, 0 for none",
         low=0,
         auto=True,
         of="averages nodes",
-        off=0,
     )
 
     _setting = partial(setting, "penalties")
@@ -401,7 +395,6 @@ class Settings:
         optional=True,
         metavar="PATTERN|N|slurm",
         of="averages nodes",
-        off="",
     )
 
     _setting = partial(setting, "safety")

@@ -238,10 +238,10 @@ def test_what_the_run_filled_in_is_no_difference_and_all_else_is():
         replace(asked, init_digest="ab", image_mean=(0.5,) * 3, image_std=(0.5,) * 3)
     )
     repeated = {"init_from": "a.pt", "init_digest": "", "image_mean": (), "image_std": ()}
-    assert resumed(saved, repeated).init_digest == "ab"
+    assert resumed(saved, repeated, flat_values(asked)).init_digest == "ab"
     for other in ({"init_from": "b.pt"}, {"init_digest": "cd"}, {"image_mean": (0.1,) * 3}):
-        with pytest.raises(UserError, match="differs from the run's"):
-            resumed(saved, other)
+        with pytest.raises(UserError, match=r"differs from the run's|three of each"):
+            resumed(saved, other, flat_values(asked))
     for bad in ({"init_digest": "ab"}, {"image_mean": (0.5,) * 3}, {"image_std": (1.0, 1.0)}):
         with pytest.raises(UserError, match=r"init-digest means|give three of each"):
             with_overrides(make(), **bad)

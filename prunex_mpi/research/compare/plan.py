@@ -267,7 +267,7 @@ def settings_of(
     if BY_NAME[row.method].consensus:
         # An early stop would spare it work that the others do.
         values |= {"eps_abs": 0.0, "eps_rel": 0.0}
-    settings = build(preset, [values])
+    settings = build(preset, values)
     if length == 1:
         return settings
     whole = flat_values(settings)
@@ -286,7 +286,7 @@ def settings_of(
     warmup = whole.get("dgc_warmup_epochs", AUTO)
     if warmup != AUTO:
         values["dgc_warmup_epochs"] = warmup * length
-    return build(preset, [values])
+    return build(preset, values)
 
 
 def name_seed(settings: Settings) -> Settings:
