@@ -10,6 +10,13 @@ UNREADABLE = 3
 PREEMPTED = 75
 # From 0 to 1: how much of two words is the same, at least, where the one stands for the other.
 NEAR = 0.6
+# Names that other trainers have for what is no near word here.
+ELSEWHERE = {
+    "learning-rate": "lr",
+    "num-epochs": "epochs",
+    "num-train-epochs": "epochs",
+    "output-dir": "run-dir",
+}
 # Of several names, how many a message shows.
 SHOWN_NAMES = 3
 
@@ -71,7 +78,8 @@ def enumerated(words: Sequence[str]) -> str:
 def meant(word: str, valid: Iterable[str], otherwise: str = "") -> str:
     """Return "; did you mean X?" with the valid word that looks like `word`, else `otherwise`."""
     plain = {_plain(name): name for name in valid}
-    found = difflib.get_close_matches(_plain(word), plain, 1, NEAR)
+    asked = _plain(word)
+    found = difflib.get_close_matches(ELSEWHERE.get(asked, asked), plain, 1, NEAR)
     if not found:
         return otherwise
     name = plain[found[0]]

@@ -20,11 +20,24 @@ def run_single_process(
     """Parse the flags, do `work(options)`; return the exit code, having said in a line why."""
     open_closed_streams()
     try:
-        run(parse(sys.argv[1:] if argv is None else argv))
+        run(parsed(parse, argv))
     except UserError as error:
         say_error(name, error)
         return error.exit_code
     return 0
+
+
+def parsed(parse: Callable[[Sequence[str]], Options], argv: Sequence[str] | None) -> Options:
+    """Return what `parse` makes of `argv`, or of the command line, whoever reads its help."""
+    try:
+        try:
+            return parse(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Of `--help all | head`: the interpreter flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def open_closed_streams() -> None:

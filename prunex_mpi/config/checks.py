@@ -1,7 +1,7 @@
 """Which settings do not fit together, though each is fine alone."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from prunex_mpi.base.errors import UserError
@@ -24,63 +24,85 @@ def first_at_target(values: Mapping[str, Any]) -> int:
 
 def check_together(settings: Settings) -> None:
     """Refuse values that are fine alone and wrong together."""
-    s = settings
+    if settings.method.check is not None:
+        settings.method.check(settings)
+    for problem in _problems(settings):
+        raise UserError(problem)
+
+
+def _problems(s: Settings) -> Iterator[str]:
+    """Yield what does not fit together, and what to do about it."""
     if not s.local_epochs and not s.local_steps:
-        raise UserError("local-epochs and local-steps are both 0; give one of them")
-    _check_beginning(s)
-    _check_data(s)
-    if s.method.check is not None:
-        s.method.check(s)
-    _check_fp16(s)
+        yield "local-epochs and local-steps are both 0; give one of them"
+    yield from _of_beginning(s)
+    yield from _of_data(s)
+    if s.amp == "fp16" and s.method.per_step and not s.method.overflow_safe:
+        yield f"amp fp16: what {s.method.name} keeps or scales by must not overflow; use bf16"
     if s.optimizer == "muon" and (s.method.prunes_weights or s.method.own_groups):
-        raise UserError(
+        yield (
             f"optimizer muon makes matrices orthogonal, which brings back the weights that "
             f"{s.method.name} has pruned; give sgd or adamw"
         )
-    _check_interval(s)
-    if not s.method.prunes_groups:
-        return
+    if s.local_steps == AUTO and not s.local_epochs:
+        yield "local-steps auto needs local-epochs, which say how long the run is"
+    if s.method.by_iteration:
+        yield from _of_interval(s)
+    if s.method.prunes_groups:
+        yield from _of_groups(s)
+    if s.method.consensus:
+        yield from _of_consensus(s)
+
+
+def _of_groups(s: Settings) -> Iterator[str]:
+    """Yield what does not fit together in which groups are pruned, and what comes of them."""
     with_ratio = [kind for kind in s.groups if kind != "pattern"]
     if len(s.keep_ratio) not in (1, len(with_ratio)):
-        raise UserError(
-            f"keep-ratio has {len(s.keep_ratio)} values for {len(with_ratio)} groups; "
-            "give one for all or one per group"
-            + (", but none for pattern" if "pattern" in s.groups else "")
+        but = ", but none for pattern" if "pattern" in s.groups else ""
+        yield (
+            f"keep-ratio has {len(s.keep_ratio)} values for {len(with_ratio)} groups; give one for "
+            f"all or one per group{but}"
         )
-    if s.keep_by != "groups" and s.groups != ("coupled",):
-        raise UserError(f"keep-by {s.keep_by} is for coupled groups alone; give --groups coupled")
-    if s.score == "gates" and s.groups != ("coupled",):
-        raise UserError("score gates is for coupled groups alone; give --groups coupled")
+    chosen = {"keep-by": s.keep_by != "groups", "score": s.score != "magnitude"}
+    for key, given in {**chosen, "remove-dropped": s.remove_dropped}.items():
+        if given and s.groups != ("coupled",):
+            yield f"{key} is for coupled groups alone; leave it away, or give --groups coupled"
     if s.score != "magnitude" and s.amp == "fp16":
-        raise UserError(f"amp fp16: gradients that score {s.score} adds up overflow; use bf16")
-    _check_removal(s)
-    if not s.method.consensus:
-        return
+        yield f"amp fp16: gradients that score {s.score} adds up overflow; use bf16"
+    if s.remove_dropped and s.method.consensus:
+        if not fields.freezes(s):
+            yield "remove-dropped needs masks that are final: give freeze-iteration or freeze-drift"
+        if s.after_freeze != "local-sgd":
+            yield (
+                f"after-freeze {s.after_freeze}: its duals are of the whole network; leave "
+                "remove-dropped away, or give local-sgd"
+            )
+
+
+def _of_consensus(s: Settings) -> Iterator[str]:
+    """Yield what does not fit together in stages of the run, residuals and penalties."""
     target = first_at_target(vars(s))
-    last = min(s.freeze_iteration or s.outer_iterations, s.outer_iterations)
-    if s.freeze_iteration > s.outer_iterations:
-        raise UserError(
-            f"freeze-iteration {s.freeze_iteration} is after the last of {s.outer_iterations} "
-            "outer-iterations; lower it, give a share such as 10/16, or 0 for never"
+    last = s.freeze_iteration or s.outer_iterations
+    if last > s.outer_iterations:
+        yield (
+            f"freeze-iteration {last} is after the last of {s.outer_iterations} outer-iterations; "
+            "lower it, give a share such as 10/16, or 0 for never"
         )
     if target > last:
         end = "freeze-iteration" if s.freeze_iteration else "outer-iterations"
-        raise UserError(
+        yield (
             f"warmup-iterations and keep-ramp-iterations reach the keep ratio in iteration "
             f"{target}, beyond {end} {last}; lower them, or raise that"
         )
     if s.residuals != "every" and s.penalty == "balance":
-        raise UserError(
+        yield (
             f"residuals {s.residuals}: penalty balance looks at them in every outer iteration; "
             "leave it at every"
         )
     if s.residuals == "off" and (s.eps_abs or s.eps_rel):
-        raise UserError(
-            "residuals off: eps-abs and eps-rel would never be looked at; set both to 0"
-        )
+        yield "residuals off: eps-abs and eps-rel would never be looked at; set both to 0"
     for key, rho in (("rho1", s.rho1), ("rho2", s.rho2)):
         if s.penalty != "fixed" and not fields.RHO_MIN <= rho <= fields.RHO_MAX:
-            raise UserError(f"{key} {rho} must be from {fields.RHO_MIN} to {fields.RHO_MAX}")
+            yield f"{key} {rho} must be from {fields.RHO_MIN} to {fields.RHO_MAX}"
 
 
 def check_given(settings: Settings, given: Collection[str]) -> None:
@@ -116,163 +138,120 @@ def check_given(settings: Settings, given: Collection[str]) -> None:
             raise UserError(f"{key_of(name)} means nothing without {needed}; give it as well")
 
 
-def _check_interval(settings: Settings) -> None:
-    """Refuse what does not fit together in when and how often nodes exchange."""
-    s = settings
-    if s.local_steps == AUTO and not s.local_epochs:
-        raise UserError("local-steps auto needs local-epochs, which say how long the run is")
-    if not s.method.by_iteration:
-        return
+def _of_interval(s: Settings) -> Iterator[str]:
+    """Yield what does not fit together in when and how often nodes exchange."""
     if s.local_steps == AUTO and s.frozen_local_steps:
-        raise UserError("frozen-local-steps is chosen with local-steps auto; leave it away")
-    freezes_at = fields.known_freeze(s)
-    if s.frozen_local_steps and s.method.consensus and not freezes_at:
-        raise UserError(
+        yield "frozen-local-steps is chosen with local-steps auto; leave it away"
+    if s.frozen_local_steps and s.method.consensus and not fields.known_freeze(s):
+        yield (
             "frozen-local-steps needs to know when the masks freeze: give freeze-iteration, and a "
             "negative freeze-drift"
         )
-    _check_fragments(s)
-    _check_racks(s)
+    if s.fragments > 1:
+        yield from _of_fragments(s)
+    if s.rack_of not in ("", "slurm"):
+        yield from _of_racks(s)
     if not s.method.averages or not s.overlap_steps:
         return
     if s.evaluate_every == 1:
-        raise UserError(
+        yield (
             "overlap-steps: every outer iteration evaluates z and waits for it; "
             "give --evaluate-every 4 or more"
         )
     if 0 < s.local_steps < s.overlap_steps:
-        raise UserError(
-            f"overlap-steps {s.overlap_steps} is more than the {s.local_steps} local-steps"
-        )
+        yield f"overlap-steps {s.overlap_steps} is more than the {s.local_steps} local-steps"
     if s.method.consensus and s.residuals == "every":
-        raise UserError(
+        yield (
             "overlap-steps: residuals are measured on z in every outer iteration, which waits for "
             "it; give --residuals evaluate or off"
         )
 
 
-def _check_fragments(settings: Settings) -> None:
-    """Refuse parts of a message that can't be sent apart."""
-    s = settings
-    if s.fragments == 1:
-        return
+def _of_fragments(s: Settings) -> Iterator[str]:
+    """Yield why parts of a message can't be sent apart."""
     if AUTO in (s.local_steps, s.overlap_steps):
-        raise UserError(
+        yield (
             "fragments: auto measures messages that go at once; give local-steps and "
             "overlap-steps as numbers"
         )
     for name in ("local_steps", "frozen_local_steps"):
         if 0 < getattr(s, name) < s.fragments:
-            raise UserError(
+            yield (
                 f"fragments {s.fragments} is more than the {getattr(s, name)} {key_of(name)}, "
                 "after one of which each leaves; lower it"
             )
     if s.local_steps and s.overlap_steps > s.local_steps // s.fragments:
-        raise UserError(
+        yield (
             f"overlap-steps {s.overlap_steps} is more than the {s.local_steps // s.fragments} "
             f"local steps between two of {s.fragments} fragments; lower it"
         )
     if s.method.consensus and (s.after_freeze != "local-sgd" or not fields.freezes(s)):
-        raise UserError(
+        yield (
             "fragments: duals need all of z at once; give masks that freeze, and after-freeze "
             "local-sgd"
         )
 
 
-def _check_racks(settings: Settings) -> None:
-    """Refuse a pattern that can't name racks, and numbers that a lost node makes wrong."""
-    text = settings.rack_of
-    if not text or text == "slurm":
-        return
-    if text.isdecimal():
-        if not int(text):
-            raise UserError("rack-of 0: a rack has at least one node; leave it away for no racks")
-        if settings.on_node_loss == "continue":
-            raise UserError(
-                f"rack-of {text}: once a node is lost, consecutive ones are not those of a rack; "
-                "give a pattern of host names, or leave on-node-loss away"
+def _of_racks(s: Settings) -> Iterator[str]:
+    """Yield why a pattern can't name racks, or a lost node makes their number wrong."""
+    if s.rack_of.isdecimal():
+        if not int(s.rack_of):
+            yield "rack-of 0: a rack has at least one node; leave it away for no racks"
+        if s.on_node_loss == "continue":
+            yield (
+                f"rack-of {s.rack_of}: once a node is lost, consecutive ones are not those of a "
+                "rack; give a pattern of host names, or leave on-node-loss away"
             )
         return
     try:
-        groups = re.compile(text).groups
+        if not re.compile(s.rack_of).groups:
+            yield f"rack-of {s.rack_of}: put what names the rack in brackets, as in (.*)-node"
     except re.error as error:
-        raise UserError(f"rack-of {text} is no regular expression: {error}") from None
-    if not groups:
-        raise UserError(f"rack-of {text}: put what names the rack in brackets, as in (.*)-node")
+        yield f"rack-of {s.rack_of} is no regular expression: {error}"
 
 
-def _check_beginning(settings: Settings) -> None:
-    """Refuse what does not fit together in the weights that a run begins with, and their images."""
-    s = settings
+def _of_beginning(s: Settings) -> Iterator[str]:
+    """Yield what does not fit together in the weights that a run begins with, and their images."""
     if s.init_digest and not s.init_from:
-        raise UserError("init-digest means nothing without --init-from; give it as well")
+        yield "init-digest means nothing without --init-from; give it as well"
     for name in ("teacher_digest", "distillation_alpha", "distillation_tau"):
         if not s.teacher and getattr(s, name) != fields.SHARED[name].default:
-            raise UserError(f"{key_of(name)} means nothing without --teacher; give it as well")
+            yield f"{key_of(name)} means nothing without --teacher; give it as well"
     if len(s.image_mean) != len(s.image_std) or len(s.image_mean) not in (0, 3):
-        raise UserError(
+        yield (
             f"image-mean has {len(s.image_mean)} values and image-std {len(s.image_std)}; give "
             "three of each, or none"
         )
 
 
-def _check_data(settings: Settings) -> None:
-    """Refuse what means something to other data sets alone, and a run that can't be evaluated."""
-    if not settings.test_data and not settings.val_split:
-        raise UserError("no-test-data leaves nothing to evaluate on; give --val-split as well")
-    text = settings.dataset == fields.TEXT
+def _of_data(s: Settings) -> Iterator[str]:
+    """Yield what means something to other data sets alone, and why a run can't be evaluated."""
+    if not s.test_data and not s.val_split:
+        yield "no-test-data leaves nothing to evaluate on; give --val-split as well"
+    text = s.dataset == fields.TEXT
     for name in fields.OF_IMAGES if text else fields.OF_TEXT:
-        if getattr(settings, name) != fields.SHARED[name].default:
-            raise UserError(
+        if getattr(s, name) != fields.SHARED[name].default:
+            yield (
                 f"{key_of(name)} is for {'images' if text else 'text'}; leave it away with "
-                f"--dataset {settings.dataset}"
+                f"--dataset {s.dataset}"
             )
-    if not text and not settings.data_dir:
-        raise UserError(f"--data-dir must not be empty with --dataset {settings.dataset}")
-    if settings.download and settings.dataset not in fields.FETCHED:
-        raise UserError(
+    if not text and not s.data_dir:
+        yield f"--data-dir must not be empty with --dataset {s.dataset}"
+    if s.download and s.dataset not in fields.FETCHED:
+        yield (
             f"download fetches {' and '.join(fields.FETCHED)} alone; leave it away with --dataset "
-            f"{settings.dataset}"
+            f"{s.dataset}"
         )
     # A data set of the user's is read like files.
-    if settings.dataset in fields.FROM_FILES or ":" in settings.dataset:
+    if s.dataset in fields.FROM_FILES or ":" in s.dataset:
         return
     for name in fields.OF_FILES:
         # All that is not a file is in memory anyway.
-        if getattr(settings, name) not in (fields.SHARED[name].default, "memory"):
-            raise UserError(
-                f"{key_of(name)} is for image files, which {settings.dataset} has none of; leave "
+        if getattr(s, name) not in (fields.SHARED[name].default, "memory"):
+            yield (
+                f"{key_of(name)} is for image files, which {s.dataset} has none of; leave "
                 f"it away, or give --dataset {fields.FROM_FILES[0]}"
             )
-
-
-def _check_removal(settings: Settings) -> None:
-    """Refuse to take channels out of the network where that can't be done."""
-    s = settings
-    if not s.remove_dropped:
-        return
-    if s.groups != ("coupled",):
-        raise UserError("remove-dropped is for coupled groups alone; give --groups coupled")
-    if s.method.consensus and not fields.freezes(s):
-        raise UserError(
-            "remove-dropped needs masks that are final: give freeze-iteration or freeze-drift"
-        )
-    if s.method.consensus and s.after_freeze != "local-sgd":
-        raise UserError(
-            f"after-freeze {s.after_freeze}: its duals are of the whole network; leave "
-            "remove-dropped away, or give local-sgd"
-        )
-
-
-def _check_fp16(settings: Settings) -> None:
-    """Refuse float16 where a step that overflows would leave a trace."""
-    s = settings
-    if s.amp != "fp16":
-        return
-    if s.method.per_step and not s.method.overflow_safe:
-        raise UserError(
-            f"amp fp16: what {s.method.name} keeps or scales by must not overflow; use bf16"
-        )
 
 
 def advice(

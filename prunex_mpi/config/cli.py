@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +72,7 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
         known = preset in PRESETS, method in BY_NAME
         print_help(about, preset if known[0] else "recipe", method if known[1] else "prunex", *kind)
         sys.exit(0)
-    flags = vars(build_parser().parse_all(join_negative_numbers(argv)))
+    flags = vars(build_parser().parse_all(argv))
     paths = flags.pop("config", [])
     if len(paths) > 1:
         raise UserError(f"--config is given {len(paths)} times; give it once")
@@ -302,18 +301,6 @@ def _to_number(kind: type, text: str, where: str) -> float:
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
         raise UserError(f"{where} must be {wanted}, not {quote(text)}") from None
-
-
-def join_negative_numbers(argv: Sequence[str]) -> list[str]:
-    """Write `--lr -1e-3` as `--lr=-1e-3`, since argparse takes -1e-3 for a flag."""
-    flags = {f"--{key_of(name)}" for name, field in FIELDS.items() if field.type is not bool}
-    joined: list[str] = []
-    for word in argv:
-        if joined and joined[-1] in flags and re.match(r"-(\.?\d|inf|nan)", word):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 def read_flags(argv: Sequence[str], lines: list[str]) -> Settings:

@@ -13,6 +13,11 @@ from prunex_mpi.base.errors import UserError, meant, quote
 class Parser(argparse.ArgumentParser):
     """Raise UserError where argparse would print its usage and exit."""
 
+    def __init__(self, **rules: Any) -> None:
+        super().__init__(**rules)
+        # argparse takes -1e-3 for a flag, and -1 for a number.
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")
+
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()) + "; see --help")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from prunex_mpi.base.errors import FAILURE, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import abort_job
-from prunex_mpi.base.single_process import open_closed_streams, say_error
+from prunex_mpi.base.single_process import open_closed_streams, parsed, say_error
 from prunex_mpi.diagnosis.findings import launcher_rank
 from prunex_mpi.diagnosis.library import REDUCTIONS
 from prunex_mpi.run.watchdog import Watchdog
@@ -45,7 +45,7 @@ def run_program(
         sys.stdout.reconfigure(errors="backslashreplace")
     options, error = None, None
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
+        options = parsed(parse, argv)
     except UserError as caught:
         error = caught
     try:

@@ -503,6 +503,7 @@ BAD_FLAGS = [
     ("--keep-ration 0.5", "unknown flag --keep-ration; did you mean --keep-ratio?"),
     ("--keep_ratio=0.5", "did you mean --keep-ratio?"),
     ("--keep 0.5", "--keep;"),
+    ("--learning-rate 0.1", "unknown flag --learning-rate; did you mean --lr?"),
     ("-lr 0.1", "unknown flag -lr; did you mean --lr?"),
     ("--no-downlaod", "did you mean --no-download?"),
     ("--colour red", "unknown flag --colour; see --help"),

@@ -74,6 +74,16 @@ def test_programs_tell_of_themselves_without_torch_and_mpi(name):
         assert word in " ".join(done.stdout.split())
 
 
+@pytest.mark.parametrize("words", [["train", "--help", "presets"], ["report", "--help"]])
+def test_help_that_nobody_reads_on_is_no_error(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", f"prunex_mpi.{words[0]}", *words[1:]]
+    with os.fdopen(writing) as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_wrong_flag_is_one_line(name):
     folder = ["run"] if name in ("evaluate", "export", "report") else []

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.config.cli import add_settings, convert_flag, join_negative_numbers
+from prunex_mpi.config.cli import add_settings, convert_flag
 from prunex_mpi.config.parser import Parser, program_parser
 from prunex_mpi.config.resolve import BY_NAME, defaults
 from prunex_mpi.research.compare.plan import (
@@ -129,7 +129,7 @@ def parse(argv: Sequence[str]) -> Options:
     Every run's settings are checked. Raises UserError with one line that names the culprit;
     `--help` prints and exits.
     """
-    given = vars(build_parser().parse_all(join_negative_numbers(argv)))
+    given = vars(build_parser().parse_all(argv))
     folder, json_file = given.pop("dir", ""), given.pop("json", "")
     sources = tuple(given.pop("sources", ()))
     targets = tuple(_target(text) for text in given.pop("target", ()))
