@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prunex_mpi.base.single_process import run_single_process
+from prunex_mpi.research import plan
 from prunex_mpi.research.bench import bench_options
-from prunex_mpi.research.compare import compare_options
 from prunex_mpi.run.program import run_program, watched
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code, the same on every rank."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["compare"]:
-        return run_program("prunex_mpi.bench", compare_options.parse, compare, words[1:])
+        return run_program("prunex_mpi.bench", plan.parse, compare, words[1:])
     if words[:1] == ["figure"]:
         from prunex_mpi.research import figures
 
@@ -38,9 +38,9 @@ def bench(world: "MPI.Comm", options: bench_options.Options) -> int:
         return run_sections(world, options, watchdog.heartbeat)
 
 
-def compare(world: "MPI.Comm", options: compare_options.Options) -> int:
+def compare(world: "MPI.Comm", options: plan.Options) -> int:
     """Train with one method after the other. Collective on `world`."""
-    from prunex_mpi.research.compare.compare_methods import compare
+    from prunex_mpi.research.compare import compare
 
     return compare(world, options)
 

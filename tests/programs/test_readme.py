@@ -21,9 +21,9 @@ from prunex_mpi.config import cli
 from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.config.resolve import concerns
 from prunex_mpi.research import figures
+from prunex_mpi.research import plan as compare
 from prunex_mpi.research.bench import bench_options as bench
-from prunex_mpi.research.compare import compare_options as compare
-from prunex_mpi.research.compare.outcomes import by_row, read_comparison
+from prunex_mpi.research.outcomes import by_row, read_comparison
 from prunex_mpi.run import relaunch as elastic
 from prunex_mpi.tools import evaluate_options as evaluate
 
