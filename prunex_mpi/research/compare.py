@@ -202,7 +202,7 @@ def tune(options: Options, do: Do, row: Row, data: Data) -> Tuning:
     """Try every point of a row's grid. Collective on `world`."""
     runs = tuple(map(do, options.trials_of(row)))
     best = max(runs, key=lambda run: run.score).measured
-    chance = best is None or at_chance(best.quality, data.classes, data.val_total)
+    chance = best is None or at_chance(best, data.classes, data.val_total)
     return Tuning(row.name, runs, chance)
 
 
@@ -440,7 +440,7 @@ def read_outcome(
     if (path / "checkpoints").exists():
         remove = partial(remove_folder, path / "checkpoints", going)
         telling_disk_errors(f"the checkpoints of {path}", remove)
-    log.info("%s: %.4g on data held out", path.name, measured.quality.shown)
+    log.info("%s: %.4g on data held out", path.name, measured.shown)
     return replace(outcome, measured=measured)
 
 

@@ -1,9 +1,8 @@
 """The paper's figures from runs: `python -m prunex_mpi.bench figure`, its values beside ours.
 
-The bytes of whole runs (6b), how communication time is split (8), strong scaling (9), residuals of
-each rank and layer (10, 11), accuracy against the keep ratio (12), patterns of zeros (13). What
-figures 5, 6a and 7 show, accuracy over time and bytes, payload and synchronisation of each outer
-iteration, is on the page of `report`.
+How communication time is split (8), strong scaling (9), residuals of each rank and layer (10, 11),
+accuracy against the keep ratio (12), patterns of zeros (13). What figures 5 to 7 show, accuracy
+over time and bytes, bytes and synchronisation, is on the page of `report`.
 """
 
 import argparse
@@ -38,9 +37,7 @@ from prunex_mpi.tools.report.curves import (
     new_figure,
     new_panel,
     plain,
-    size_words,
     styled,
-    unit_of_bytes,
 )
 from prunex_mpi.tools.report.page import unequal
 from prunex_mpi.tools.report.read_runs import (
@@ -57,7 +54,6 @@ if TYPE_CHECKING:
 
 KINDS = (".svg", ".png", ".pdf")
 FIGURES = {
-    "6b": "bytes over a run, dense and pruned",
     "8": "how communication time is split",
     "9": "strong scaling",
     "10": "residuals of each rank",
@@ -71,11 +67,6 @@ SPEEDUPS = {
     "prunex": "6.75 on 8 times as many GPUs (8 to 64), 84.4 %",
     "dense": "5.81, 72.7 %",
     "topk": "3.71",
-}
-VOLUMES = {
-    "resnet18": "2.53 → 1.01 GB in 60",
-    "wide_resnet50_2": "14.88 → 5.97 GB in 60",
-    "resnet152": "13.00 → 5.21 GB in 60",
 }
 RATIOS = {1.0: "85.96 %", 0.5: "81.39 % in the text, 82.8 % in the caption"}
 DECAY = "from 1e0 to 1e-2"
@@ -182,43 +173,6 @@ def lacking(number: str, run: Run, what: str) -> UserError:
 def as_in_the_paper(run: Run) -> bool:
     """Return whether a run prunes as the paper's main configuration does: input channels."""
     return run.setting("method") == "prunex" and run.setting("groups") == ["channel"]
-
-
-# --------------------------------------------------------------------------------------------------
-# Bytes and time
-# --------------------------------------------------------------------------------------------------
-
-
-def volume(named: Named) -> Drawn:
-    """Draw figure 6b: the bytes of whole runs, and if they were dense."""
-    for run in named.values():
-        if not run.has("bytes.payload"):
-            raise lacking("6b", run, "bytes")
-    dense, sent = (
-        np.array([run.total(f"bytes.{kind}") for run in named.values()])
-        for kind in ("dense", "payload")
-    )
-    size, unit = unit_of_bytes(float(max(dense.max(), sent.max())))
-    figure, panel = new_panel(1.5 + 0.55 * max(2, len(named)))
-    places = np.arange(len(named))
-    per_step = np.array([BY_NAME[str(run.setting("method"))].per_step for run in named.values()])
-    light = {"facecolor": "#e4e4e4", "edgecolor": "#555555", "linewidth": 0.6}
-    for which, word, hatch in ((~per_step, "OUTER iteration", ""), (per_step, "STEP", "////")):
-        if which.any():
-            look = {"label": f"dense: one full model per {word}", "hatch": hatch, **light}
-            panel.barh(places[which] - 0.2, dense[which] / size, 0.38, **look)
-    panel.barh(places + 0.2, sent / size, 0.38, color=COLOURS[1], label="sent")
-    curves.name_bars(panel, [*named])
-    panel.set_xlabel(f"{unit} per leader between nodes, whole run")
-    add_legend(figure)
-    rows = []
-    for number, (name, run) in enumerate(named.items()):
-        known = VOLUMES if run.setting("method") == "prunex" else {}
-        what = f"{name}, {len(run.iterations)} outer iterations"
-        here = f"{size_words(dense[number])} → {size_words(sent[number])}"
-        rows.append((what, here, known.get(str(run.setting("model")), NONE)))
-    note = "The paper's dense figure is one full model per OUTER iteration, not per step of SGD."
-    return Drawn(figure, rows, [note])
 
 
 def split(named: Named) -> Drawn:
@@ -503,7 +457,6 @@ def read_weights(run: Run) -> dict[str, np.ndarray]:
 
 
 OF_RUNS = {
-    "6b": volume,
     "8": split,
     "9": scaling,
     "12": ratios,

@@ -48,40 +48,32 @@ class Quality:
 
 
 @dataclass(frozen=True)
-class Point:
-    """Where a run was when it was evaluated: bytes that had left a node, seconds of training.
+class Point(Quality):
+    """How good a run's network was when it was evaluated on data held out, and where it was.
 
-    `compute_s` are those without messages; files of before have none.
+    `sent_bytes` had left a node, in `train_s` seconds of training; `compute_s` are those without
+    messages; files of before have none.
     """
 
     iteration: int
     sent_bytes: int
     train_s: float
-    accuracy: float | None
-    loss: float | None = None
     compute_s: float | None = None
-
-    @property
-    def quality(self) -> Quality:
-        """How good the network was."""
-        return Quality(self.accuracy, self.loss)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Quality):
     """What one run measured, as world rank 0 saw it; all sums are over the run.
 
-    `accuracy`, a fraction, and `loss` are on the data held out, of the network that is delivered
-    (on the test images in files of before). `samples` are those that steps were taken on,
-    `extra_samples` those that the method looked at besides, to decide what to prune.
-    `payload_bytes` are operands that one worker hands to collectives between nodes, masks included,
-    `metadata_bytes` the part of them that says where values belong; `sent_bytes` leave a node for
-    them by ring algorithms. `sync_s` is waiting for messages, `own_s` the method's own work,
-    `local_s` forward, backward and step. Exchanges run behind a part `hidden` of the computing.
+    `accuracy` and `loss` are on the data held out, of the network that is delivered (on the test
+    images in files of before). `samples` are those that steps were taken on, `extra_samples` those
+    that the method looked at besides, to decide what to prune. `payload_bytes` are operands that
+    one worker hands to collectives between nodes, masks included, `metadata_bytes` the part of them
+    that says where values belong; `sent_bytes` leave a node for them by ring algorithms. `sync_s`
+    is waiting for messages, `own_s` the method's own work, `local_s` forward, backward and step.
+    Exchanges run behind a part `hidden` of the computing.
     """
 
-    accuracy: float | None
-    loss: float
     samples: int
     extra_samples: int
     epochs: float
@@ -97,11 +89,6 @@ class Measured:
     parameters_left: int
     curve: tuple[Point, ...] = ()
     hidden: float = 0.0
-
-    @property
-    def quality(self) -> Quality:
-        """How good the delivered network is, by the data held out."""
-        return Quality(self.accuracy, self.loss)
 
 
 @dataclass(frozen=True)
@@ -124,12 +111,12 @@ class Outcome:
     @property
     def score(self) -> Score:
         """What a choice goes by."""
-        return self.measured.quality.score if self.measured else NOTHING
+        return self.measured.score if self.measured else NOTHING
 
     @property
     def quality(self) -> Quality | None:
         """How good it is on test data where that is known, else on those held out."""
-        return self.test or (self.measured.quality if self.measured else None)
+        return self.test or self.measured
 
 
 @dataclass(frozen=True)
@@ -239,12 +226,12 @@ def measured_from(run: Run) -> Measured:
     accuracy = run.column("val_accuracy")
     curve = tuple(
         Point(
-            int(run.iterations[i]),
-            int(sent[i]),
-            float(seconds[i]),
-            None if np.isnan(accuracy[i]) else float(accuracy[i]),
-            float(loss),
-            float(compute[i]),
+            accuracy=None if np.isnan(accuracy[i]) else float(accuracy[i]),
+            loss=float(loss),
+            iteration=int(run.iterations[i]),
+            sent_bytes=int(sent[i]),
+            train_s=float(seconds[i]),
+            compute_s=float(compute[i]),
         )
         for i, loss in enumerate(run.column("val_loss"))
         if np.isfinite(loss)
@@ -314,7 +301,7 @@ def outcome_from(found: Mapping[str, Any]) -> Outcome:
     """Return the outcome of which `asdict` made this; raise KeyError or TypeError otherwise."""
     measured, test = found["measured"], found.get("test")
     if measured is not None:
-        curve = tuple(Point(**point) for point in measured["curve"])
+        curve = tuple(Point(**{"loss": math.nan, **point}) for point in measured["curve"])
         measured = Measured(**{**_known(Measured, measured), "curve": curve})
     made = {"measured": measured, "test": test and Quality(**test)}
     return Outcome(**{**_known(Outcome, found), **made})

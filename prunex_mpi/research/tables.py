@@ -60,7 +60,7 @@ def results_table(found: Comparison) -> Table:
     for row, runs in methods.items():
         done = ended(runs)
         sent = _mean(done, lambda m: m.sent_bytes)
-        validation = {"validation": _mean(done, lambda m: m.quality.shown)}
+        validation = {"validation": _mean(done, lambda m: m.shown)}
         rows.append(
             {
                 "row": row,
@@ -172,7 +172,7 @@ def target_table(found: Comparison, target: float) -> Table:
 def first_held(curve: Sequence[Point], target: float) -> Point | None:
     """Return the first evaluation that reaches the target, as the next one does; None if none."""
     for here, after in pairwise(curve):
-        if here.quality.reaches(target) and after.quality.reaches(target):
+        if here.reaches(target) and after.reaches(target):
             return here
     return None
 

@@ -24,7 +24,7 @@ RAN = Measured(
     train_s=7.0,
     parameters=100,
     parameters_left=60,
-    curve=(Point(1, 2**19, 3.0, 0.25, 2.0, 1.0), Point(2, 2**20, 7.0, 0.5, 1.0, 5.0)),
+    curve=(Point(0.25, 2.0, 1, 2**19, 3.0, 1.0), Point(0.5, 1.0, 2, 2**20, 7.0, 5.0)),
 )
 
 

@@ -65,16 +65,6 @@ def test_each_figure_is_one_command(number, run, tmp_path, capsys):
     assert "paper" in printed and str(file) in printed
 
 
-def test_dense_is_labelled_as_what_it_is(run: Path, tmp_path: Path) -> None:
-    dense = make_run(tmp_path / "dense", iterations=4, method="dense")
-    with styled():
-        drawn = figures.volume(named(read_run(run), read_run(dense)))
-    (legend,) = drawn.figure.legends
-    words = [text.get_text() for text in legend.get_texts()]
-    assert "dense: one full model per OUTER iteration" in words
-    assert "dense: one full model per STEP" in words
-
-
 def test_values_of_the_paper_stand_where_they_belong(tmp_path: Path) -> None:
     given = (
         {"method": "prunex", "keep_ratio": [0.5]},
@@ -101,13 +91,6 @@ def test_values_of_the_paper_stand_where_they_belong(tmp_path: Path) -> None:
 def keeping(run: Run, ratio: float) -> Run:
     """Return a run as one that keeps another share."""
     return replace(run, name=f"keep {ratio}", config={**run.config, "keep-ratio": [ratio]})
-
-
-def test_volumes_of_the_paper_s_models_stand_beside_ours(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", iterations=4, model="resnet18")
-    with styled():
-        ((here, paper),) = below(figures.volume(by_name([read_run(path)]))).values()
-    assert (here, paper) == ("16.00 MiB → 9.90 MiB", "2.53 → 1.01 GB in 60")
 
 
 def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:

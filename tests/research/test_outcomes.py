@@ -66,12 +66,11 @@ def test_a_run_s_folder_tells_what_it_measured(tmp_path):
     assert (found.parameters, found.parameters_left) == (1000, 520)
     # One step of four in an outer iteration hides its exchange.
     assert found.hidden == 0.25
-    points = Point(2, 20, 34.0, 0.5, 2.0, 21.5), Point(3, 30, 51.0, 0.75, 2.0, 32.25)
-    assert (found.quality, found.curve) == (Quality(0.75, 2.0), points)
+    points = Point(0.5, 2.0, 2, 20, 34.0, 21.5), Point(0.75, 2.0, 3, 30, 51.0, 32.25)
+    assert (found.accuracy, found.loss, found.curve) == (0.75, 2.0, points)
     # Where networks have a loss alone.
     found = read_measured(recorded(tmp_path / "text", accuracy=False))
-    assert [point.quality for point in found.curve] == [Quality(None, 2.0)] * 2
-    assert found.quality == Quality(None, 2.0)
+    assert {(x.accuracy, x.loss) for x in (found, *found.curve)} == {(None, 2.0)}
 
 
 def test_a_run_that_holds_nothing_out_or_is_damaged_is_refused(tmp_path):
@@ -185,7 +184,7 @@ def test_what_was_revealed_is_shown_in_place_of_validation():
 def test_the_time_to_a_target_is_computing_and_bytes_on_a_link():
     points = [(1, 0.3, 10**6), (2, 0.8, 2 * 10**6), (3, 0.6, 3 * 10**6), (4, 0.8, 4 * 10**6)]
     points += [(5, 0.9, 5 * 10**6)]
-    curve = tuple(Point(k, sent, 9.0 * k, a, 1.0, 2.0 * k) for k, a, sent in points)
+    curve = tuple(Point(a, 1.0, k, sent, 9.0 * k, 2.0 * k) for k, a, sent in points)
     assert first_held(curve, 0.7) == curve[3]
     runs = [
         *outcomes("dense", curve=curve),
