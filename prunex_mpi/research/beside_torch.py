@@ -20,16 +20,17 @@ from mpi4py import MPI
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text, gather_text, run_collectively
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.loading import gpu_identity, load_dataset
-from prunex_mpi.core.problem import build_problem, make_model
 from prunex_mpi.core.state import Problem, next_iteration, wires_of
 from prunex_mpi.core.steps import averaging
+from prunex_mpi.diagnosis.facts import gpu_identity
 from prunex_mpi.methods import dense, per_step
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.measure import Bench
-from prunex_mpi.run.learn import learn
+from prunex_mpi.run.loading import load_dataset
+from prunex_mpi.run.problem import build_problem, make_model
 from prunex_mpi.run.start import set_up
+from prunex_mpi.run.supervision import learn
 from prunex_mpi.tools.timing import Action, wall_times
 
 IMAGE_SIZE = 32

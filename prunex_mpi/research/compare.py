@@ -8,6 +8,7 @@ on from its checkpoints; one that diverges or fails is a row that says so. No ru
 what does is the last pass of `--reveal`, when all runs are there.
 """
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +32,6 @@ from prunex_mpi.base.errors import (
 from prunex_mpi.base.files import (
     DIVERGED,
     prepare_file,
-    remove_folder,
     telling_disk_errors,
     write_json,
 )
@@ -50,8 +50,6 @@ from prunex_mpi.comm.agreement import (
 from prunex_mpi.config.cli import read_saved, resumed_by_tokenizer
 from prunex_mpi.config.resolve import FIELDS, first_difference, flat_values
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.loading import load_dataset
-from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.schedule import steps_with, total_steps
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.devices import resolve_mpi_buffers
@@ -71,7 +69,9 @@ from prunex_mpi.research.reveal import read_reveal, reveal, tested
 from prunex_mpi.research.tables import tables_of
 from prunex_mpi.run import job
 from prunex_mpi.run.directory import COMPLETE, new_folder, read_summary
+from prunex_mpi.run.loading import load_dataset
 from prunex_mpi.run.pretrained import TORCHVISION
+from prunex_mpi.run.problem import make_model
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
@@ -389,12 +389,10 @@ def do_run(
                     )
         heartbeat.enter("finish")
 
-        def read(going: Callable[[], None]) -> dict[str, Any]:
-            if world.rank:
-                return {}
-            return asdict(read_outcome(path, place, data, outcome, going))
+        def read() -> dict[str, Any]:
+            return {} if world.rank else asdict(read_outcome(path, place, data, outcome))
 
-        found = run_collectively_while(world, read, heartbeat.go_on)
+        found = run_collectively_while(world, read, heartbeat)
         return outcome_from(broadcast_json(world, found))
 
 
@@ -417,9 +415,7 @@ def settings_in(path: Path, run: Run) -> Settings:
     return resumed_by_tokenizer(saved, of_job, asked)
 
 
-def read_outcome(
-    path: Path, place: Place, data: Data, outcome: Outcome, going: Callable[[], None]
-) -> Outcome:
+def read_outcome(path: Path, place: Place, data: Data, outcome: Outcome) -> Outcome:
     """Return the outcome of a run that has ended; of a complete one remove the checkpoints.
 
     Raises UserError where its files can't be read, and for one of other ranks or other data.
@@ -438,7 +434,7 @@ def read_outcome(
             )
     measured = read_measured(path)
     if (path / "checkpoints").exists():
-        remove = partial(remove_folder, path / "checkpoints", going)
+        remove = partial(shutil.rmtree, path / "checkpoints")
         telling_disk_errors(f"the checkpoints of {path}", remove)
     log.info("%s: %.4g on data held out", path.name, measured.shown)
     return replace(outcome, measured=measured)

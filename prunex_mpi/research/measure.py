@@ -37,15 +37,15 @@ from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.admm import find_residuals
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.mask_agreement import project_locally
-from prunex_mpi.core.problem import make_model
 from prunex_mpi.core.state import State, adopt_mask, build_state, wires_of
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.compaction import pack_, unpack_
-from prunex_mpi.pruning.masks import apply_factors_, build_factors
-from prunex_mpi.run.learn import outer_iterations
+from prunex_mpi.pruning.masks import make_mask
+from prunex_mpi.run.problem import make_model
 from prunex_mpi.run.start import set_up
+from prunex_mpi.run.supervision import outer_iterations
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.timing import Action, wall_times
 
@@ -115,7 +115,7 @@ def make_state(settings: Settings, device: torch.device) -> State:
     layout = build_layout(model)
     groups = make_groups(settings, model, layout, IMAGES)
     state = build_state(model.to(device), layout, groups, settings)
-    for flat in (state.u, state.v, state.grad, state.scratch, state.payload):
+    for flat in (state.u, state.v, state.grad, state.scratch, state.message.buffer):
         flat.normal_(std=1e-3)
     return state
 
@@ -131,21 +131,20 @@ def kernels(bench: Bench, values: int = VALUES) -> list[Table]:
     In a job of one rank, where no step waits for a network.
     """
     state = make_state(bench.settings, bench.device)
-    adopt_mask(state, project_alone(state, bench.settings))
+    adopt_mask(state, project_alone(state))
     return [_steps(bench, state), block_codes(bench, values)]
 
 
-def project_alone(state: State, settings: Settings) -> np.ndarray:
+def project_alone(state: State) -> np.ndarray:
     """Project `scratch` as a leader does in phase 3, without MPI, and return the mask."""
-    mask = project_locally(state.scratch, state, 1.0, settings.round_to)
-    factors = build_factors(mask, state.groups, state.theta.device, state.theta.dtype)
-    apply_factors_(state.scratch, state.layout, state.groups, factors)
+    mask = project_locally(state.scratch, state, 1.0)
+    make_mask(state.layout, state.groups, mask, state.theta).apply_(state.scratch)
     return mask
 
 
 def _steps(bench: Bench, state: State) -> Table:
-    settings, theta = bench.settings, state.theta
-    payload = state.payload[: state.plan.numel]
+    settings, theta, whole = bench.settings, state.theta, state.message.fragment()
+    payload, _ = state.message.values(whole)
     target = torch.empty_like(theta)
     node = wires_of(bench.topology, state, bench.transport).node
 
@@ -153,10 +152,10 @@ def _steps(bench: Bench, state: State) -> Table:
         torch.add(theta, state.u, out=state.scratch)
 
     def fill_payload() -> None:
-        pack_(theta, state.plan, state.message(state.whole_message))
+        pack_(theta, whole.plan, payload)
 
     def unpack() -> None:
-        unpack_(state.message(state.whole_message), state.plan, state.scratch)
+        unpack_(payload, whole.plan, state.scratch)
 
     def duals() -> object:
         moved = np.zeros(len(state.layout.segments))
@@ -171,7 +170,7 @@ def _steps(bench: Bench, state: State) -> Table:
     intra = partial(hsadmm.intra_node_consensus, node, state, settings)
     steps: list[tuple[str, str, tuple[Tensor, ...], Action]] = [
         ("intra candidate", *model, Action(intra)),
-        ("projection", *model, Action(lambda: project_alone(state, settings), candidate)),
+        ("projection", *model, Action(lambda: project_alone(state), candidate)),
         ("pack", "the payload", (payload,), Action(fill_payload)),
         ("unpack", *model, Action(unpack, fill_payload)),
         ("dual update", *both, Action(lambda: hsadmm.update_duals(state, None, None))),
@@ -187,7 +186,7 @@ def _steps(bench: Bench, state: State) -> Table:
         size = sum(s.numel() * s.element_size() for s in sources) / MIB
         aim = bench.aim(AIM) if name in WITH_AIM else None
         rows.append((name, what, size, 1e3 * copied, 1e3 * best[name], best[name] / copied, aim))
-    kept = state.plan.numel / state.layout.numel
+    kept = whole.plan.numel / state.layout.numel
     return Table(
         f"Kernels on one rank: {settings.model}, {state.layout.numel:,} parameters, "
         f"{'+'.join(settings.groups)} groups, payload {100 * kept:.1f} % of the model",

@@ -27,7 +27,7 @@ from prunex_mpi.research import compare as comparing
 from prunex_mpi.research.compare import compare, prepare
 from prunex_mpi.research.plan import parse
 from prunex_mpi.run import job, supervision
-from prunex_mpi.tools import evaluate_options, evaluate_text
+from prunex_mpi.tools import evaluate_network, evaluate_options
 from prunex_mpi.tools.evaluate_network import evaluate
 
 WORLD = MPI.COMM_WORLD
@@ -180,8 +180,8 @@ def test_networks_that_read_text_are_revealed_too(quiet, tmp_path, monkeypatch):
     assert {*opened} == (set() if WORLD.rank else {"train.txt"})
     # All read the same text: once is enough.
     reads: list[str] = []
-    real = evaluate_text.share_text
-    monkeypatch.setattr(evaluate_text, "share_text", lambda *a: reads.append(a[1]) or real(*a))
+    real = evaluate_network.share_text
+    monkeypatch.setattr(evaluate_network, "share_text", lambda *a: reads.append(a[1]) or real(*a))
     assert compare(WORLD, parse([*flags, "--reveal", f"--json={place}/tables.json"])) == 0
     assert len(reads) == 1
     tested = [run["test"] for run in whole(str(place))["outcomes"]]

@@ -11,9 +11,9 @@ from refused import assert_refused
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import BY_NAME as METHODS
-from prunex_mpi.core.problem import make_model
 from prunex_mpi.models.inputs import Images, Tokens
 from prunex_mpi.research.plan import parse, read_plan, settings_of
+from prunex_mpi.run.problem import make_model
 from prunex_mpi.settings.values import AUTO
 
 PLAN = """
