@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prunex_mpi.base.single_process import run_single_process
-from prunex_mpi.research.bench import bench_options
-from prunex_mpi.research.compare import compare_options
+from prunex_mpi.research import bench as sections
+from prunex_mpi.research import plan
 from prunex_mpi.run.program import run_program, watched
 
 if TYPE_CHECKING:
@@ -22,25 +22,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code, the same on every rank."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["compare"]:
-        return run_program("prunex_mpi.bench", compare_options.parse, compare, words[1:])
+        return run_program("prunex_mpi.bench", plan.parse, compare, words[1:])
     if words[:1] == ["figure"]:
         from prunex_mpi.research import figures
 
         return run_single_process("prunex_mpi.bench", figures.parse, figures.figure, words[1:])
-    return run_program("prunex_mpi.bench", bench_options.parse, bench, words)
+    return run_program("prunex_mpi.bench", sections.parse, bench, words)
 
 
-def bench(world: "MPI.Comm", options: bench_options.Options) -> int:
+def bench(world: "MPI.Comm", options: sections.Options) -> int:
     """Measure and print under the eyes of a watchdog. Collective on `world`."""
     with watched(world, options.settings.timeout) as watchdog:
-        from prunex_mpi.research.bench.sections import run_sections
-
-        return run_sections(world, options, watchdog.heartbeat)
+        return sections.run_sections(world, options, watchdog.heartbeat)
 
 
-def compare(world: "MPI.Comm", options: compare_options.Options) -> int:
+def compare(world: "MPI.Comm", options: plan.Options) -> int:
     """Train with one method after the other. Collective on `world`."""
-    from prunex_mpi.research.compare.compare_methods import compare
+    from prunex_mpi.research.compare import compare
 
     return compare(world, options)
 

@@ -1,7 +1,8 @@
 """The paper's figures from runs: `python -m prunex_mpi.bench figure`, its values beside ours.
 
-What training reaches and costs in bytes and time (5 to 8), strong scaling (9), residuals of each
-rank and layer (10, 11), accuracy against the keep ratio (12), patterns of zeros (13).
+How communication time is split (8), strong scaling (9), residuals of each rank and layer (10, 11),
+accuracy against the keep ratio (12), patterns of zeros (13). What figures 5 to 7 show, accuracy
+over time and bytes, bytes and synchronisation, is on the page of `report`.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, enumerated, listed, meant, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, enumerated, quote
 from prunex_mpi.base.files import RANKS, STATE
 from prunex_mpi.base.record_keys import ACCURACY, RESIDUALS
 from prunex_mpi.base.single_process import require_packages
@@ -32,14 +33,11 @@ from prunex_mpi.tools.report.curves import (
     Named,
     add_legend,
     along,
-    duration_words,
     look_of,
     new_figure,
     new_panel,
     plain,
-    size_words,
     styled,
-    unit_of_bytes,
 )
 from prunex_mpi.tools.report.page import unequal
 from prunex_mpi.tools.report.read_runs import (
@@ -56,10 +54,6 @@ if TYPE_CHECKING:
 
 KINDS = (".svg", ".png", ".pdf")
 FIGURES = {
-    "5": "accuracy against time and against bytes between nodes",
-    "6a": "payload per outer iteration",
-    "6b": "bytes over a run, dense and pruned",
-    "7": "synchronisation time per outer iteration",
     "8": "how communication time is split",
     "9": "strong scaling",
     "10": "residuals of each rank",
@@ -69,21 +63,10 @@ FIGURES = {
 }
 NONE = "-"
 PAPER = "The paper's values are of ResNet-152 on CIFAR-10 with 64 GPUs, unless they say otherwise."
-OF_METHOD = {
-    "prunex": {
-        "5": "70 % in 8 min",
-        "6a": "221.9 MiB falling to about 40 %",
-        "7": "0.10 s",
-        "9": "6.75 on 8 times as many GPUs (8 to 64), 84.4 %",
-    },
-    "dense": {"5": "65 % in 14 min", "7": "0.50 s (DDP)", "9": "5.81, 72.7 %"},
-    "topk": {"5": "50 % in 14 min", "9": "3.71"},
-    "prunex-flat": {"7": "spikes"},
-}
-VOLUMES = {
-    "resnet18": "2.53 → 1.01 GB in 60",
-    "wide_resnet50_2": "14.88 → 5.97 GB in 60",
-    "resnet152": "13.00 → 5.21 GB in 60",
+SPEEDUPS = {
+    "prunex": "6.75 on 8 times as many GPUs (8 to 64), 84.4 %",
+    "dense": "5.81, 72.7 %",
+    "topk": "3.71",
 }
 RATIOS = {1.0: "85.96 %", 0.5: "81.39 % in the text, 82.8 % in the caption"}
 DECAY = "from 1e0 to 1e-2"
@@ -110,8 +93,8 @@ OF_ONE_CURVE = {
     ),
     "12": ("keep_ratio", "teacher"),
 }
-# Iterations of a curve of a layer; layers that can be told apart; how many figures 11 and 13 show.
-LAYER_COLUMNS, MOST_LAYERS, TOP_LAYERS, PATTERNS = 240, 10, 5, 4
+# Iterations of a curve of a layer, and how many layers figures 11 and 13 show.
+LAYER_COLUMNS, TOP_LAYERS, PATTERNS = 240, 5, 4
 
 
 @dataclass(frozen=True)
@@ -135,7 +118,6 @@ def build_parser() -> Parser:
     add("number", metavar="N", help=", ".join(FIGURES))
     add("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
     add("--output", default="", metavar="FILE", help=".svg, .png or .pdf [figure-N.svg]")
-    add("--layers", nargs="+", default=[], metavar="NAME", help="11, 13: layers [five, four]")
     return parser
 
 
@@ -144,10 +126,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     given = build_parser().parse_all(argv)
     if given.number not in FIGURES:
         raise UserError(f"there is no figure {quote(given.number)}; there are {', '.join(FIGURES)}")
-    if given.layers and given.number not in ("11", "13"):
-        raise UserError("--layers is for figures 11 and 13; leave it away")
-    if len(given.layers) > MOST_LAYERS:
-        raise UserError(f"--layers: at most {MOST_LAYERS} can be told apart in a figure")
     given.output = given.output or f"figure-{given.number}.svg"
     if Path(given.output).suffix not in KINDS:
         where = quote(given.output, 250)
@@ -166,7 +144,7 @@ def figure(options: argparse.Namespace) -> None:
     runs = read_runs(options.runs)
     with styled():
         alone = OF_ONE_RUN.get(number)
-        drawn = alone(runs[0], options.layers) if alone else OF_RUNS[number](by_name(runs))
+        drawn = alone(runs[0]) if alone else OF_RUNS[number](by_name(runs))
         try:
             drawn.figure.savefig(options.output, dpi=DPI)
         except OSError as error:
@@ -192,105 +170,9 @@ def lacking(number: str, run: Run, what: str) -> UserError:
     return UserError(f"figure {number} needs {what}, which {where} does not have", UNREADABLE)
 
 
-def require(number: str, named: Named, column: str, what: str) -> None:
-    """Raise UserError for a run that lacks a column of metrics.jsonl which a figure needs."""
-    for run in named.values():
-        if not run.has(column):
-            raise lacking(number, run, what)
-
-
-def paper_of(run: Run, number: str) -> str:
-    """Return what the paper has for the method of a run."""
-    return OF_METHOD.get(str(run.setting("method")), {}).get(number, NONE)
-
-
 def as_in_the_paper(run: Run) -> bool:
     """Return whether a run prunes as the paper's main configuration does: input channels."""
     return run.setting("method") == "prunex" and run.setting("groups") == ["channel"]
-
-
-# --------------------------------------------------------------------------------------------------
-# Accuracy, bytes and time
-# --------------------------------------------------------------------------------------------------
-
-
-def accuracy(named: Named) -> Drawn:
-    """Draw figure 5: accuracy against time and against bytes between nodes."""
-    for run in named.values():
-        if run.measure is not ACCURACY or not np.isfinite(run.judged).any():
-            raise lacking("5", run, "an accuracy")
-    figure = new_figure(3.4, 7.6)
-    panels = figure.subplots(1, 2, sharey=True)
-    curves.draw_measure(panels[0], named, "seconds")
-    curves.draw_measure(panels[1], named, "bytes.payload")
-    panels[1].set_ylabel("")
-    add_legend(figure)
-    rows = []
-    for name, run in named.items():
-        seconds, sent = (float(along(run, axis)[-1]) for axis in ("seconds", "bytes.payload"))
-        here = f"{run.final:.1f} % ({run.final_on}) in {duration_words(seconds)}"
-        rows.append((name, f"{here}, {size_words(sent)}", paper_of(run, "5")))
-    return Drawn(figure, rows, unequal([*named.values()]))
-
-
-def payload(named: Named) -> Drawn:
-    """Draw figure 6a: what a leader hands over in each outer iteration, and if it were dense."""
-    require("6a", named, "bytes.payload", "bytes")
-    rows = []
-    for name, run in named.items():
-        dense, sent = run.column("bytes.dense"), run.column("bytes.payload")
-        here = f"dense {size_words(dense[0])}, at the end {size_words(sent[-1])}: "
-        rows.append((name, f"{here}{100 * sent[-1] / dense[-1]:.1f} %", paper_of(run, "6a")))
-    note = "Half of the input channels of ResNet-152 leave 50.3 %, not the paper's 40 %."
-    channels = any(as_in_the_paper(run) for run in named.values())
-    return Drawn(curves.payload(named), rows, [note] if channels else [])
-
-
-def volume(named: Named) -> Drawn:
-    """Draw figure 6b: the bytes of whole runs, and if they were dense."""
-    require("6b", named, "bytes.payload", "bytes")
-    dense, sent = (
-        np.array([run.total(f"bytes.{kind}") for run in named.values()])
-        for kind in ("dense", "payload")
-    )
-    size, unit = unit_of_bytes(float(max(dense.max(), sent.max())))
-    figure, panel = new_panel(1.5 + 0.55 * max(2, len(named)))
-    places = np.arange(len(named))
-    per_step = np.array([BY_NAME[str(run.setting("method"))].per_step for run in named.values()])
-    light = {"facecolor": "#e4e4e4", "edgecolor": "#555555", "linewidth": 0.6}
-    for which, word, hatch in ((~per_step, "OUTER iteration", ""), (per_step, "STEP", "////")):
-        if which.any():
-            look = {"label": f"dense: one full model per {word}", "hatch": hatch, **light}
-            panel.barh(places[which] - 0.2, dense[which] / size, 0.38, **look)
-    panel.barh(places + 0.2, sent / size, 0.38, color=COLOURS[1], label="sent")
-    curves.name_bars(panel, [*named])
-    panel.set_xlabel(f"{unit} per leader between nodes, whole run")
-    add_legend(figure)
-    rows = []
-    for number, (name, run) in enumerate(named.items()):
-        known = VOLUMES if run.setting("method") == "prunex" else {}
-        what = f"{name}, {len(run.iterations)} outer iterations"
-        here = f"{size_words(dense[number])} → {size_words(sent[number])}"
-        rows.append((what, here, known.get(str(run.setting("model")), NONE)))
-    note = "The paper's dense figure is one full model per OUTER iteration, not per step of SGD."
-    return Drawn(figure, rows, [note])
-
-
-def waiting(named: Named) -> Drawn:
-    """Draw figure 7: the seconds of synchronisation of each outer iteration."""
-    require("7", named, "seconds.inter", "seconds by phase")
-    rows = []
-    for name, run in named.items():
-        columns = (curves.synchronised(run), run.filled("seconds.inter"))
-        whole, outer = (duration_words(float(np.median(column))) for column in columns)
-        most = duration_words(float(columns[0].max()))
-        here = f"median {whole}, between nodes {outer}; most {most}"
-        rows.append((name, here, paper_of(run, "7")))
-    note = (
-        "Of an outer iteration, as rank 0 took it: all steps of methods that exchange at each, and "
-        "with --node-sync step the gradients of all local steps; the paper averages once."
-    )
-    return Drawn(curves.synchronisation(named), rows, [note])
 
 
 def split(named: Named) -> Drawn:
@@ -356,7 +238,7 @@ def scaling(named: Named) -> Drawn:
     """Draw figure 9 from runs with different numbers of ranks."""
     found = grouped("9", named, scaling_series)
     # Of runs with as many ranks the fastest one counts.
-    rates = {name: dict(sorted(map(measure, some))) for name, some in found.items()}
+    rates = {name: dict(sorted(map(speed_of, some))) for name, some in found.items()}
     series = {name: best for name, best in rates.items() if len(best) > 1}
     if not series:
         raise UserError(
@@ -373,7 +255,7 @@ def scaling(named: Named) -> Drawn:
         farthest = max(farthest, x[-1])
         ranks = f"{x[-1]:g} times as many ranks ({fewest} to {max(best)})"
         here = f"{y[-1]:.2f} on {ranks}, {100 * y[-1] / x[-1]:.0f} %"
-        rows.append((name, here, paper_of(found[name][0], "9")))
+        rows.append((name, here, SPEEDUPS.get(str(found[name][0].setting("method")), NONE)))
     ideal = np.array([1, farthest])
     panel.plot(ideal, ideal, color="#888888", linewidth=0.8, label="ideal")
     for scale, axis in ((panel.set_xscale, panel.xaxis), (panel.set_yscale, panel.yaxis)):
@@ -389,7 +271,7 @@ def scaling(named: Named) -> Drawn:
 def scaling_series(run: Run) -> str:
     """Return what runs of one curve have in common; raise UserError where their steps change."""
     method = str(run.setting("method"))
-    if BY_NAME[method].quadratic_interval or run.setting("frozen-local-steps"):
+    if BY_NAME[method].quadratic_interval:
         where = quote(shown(run.path), 250)
         raise UserError(
             f"figure 9: not all outer iterations of {where} have as many local steps, so that "
@@ -399,17 +281,16 @@ def scaling_series(run: Run) -> str:
     return f"{method} {run.setting('model')} {run.setting('dataset')} {by}"
 
 
-def measure(run: Run) -> tuple[int, float]:
+def speed_of(run: Run) -> tuple[int, float]:
     """Return the number of ranks of a run and its work per second of training.
 
     Work is epochs, or samples where steps are counted. Raises UserError where that is not known.
     """
-    nodes = run.summary.get("nodes") or []
-    known = sorted({len(record.node) for record in read_ranks(run.path)} or {sum(nodes)})
+    known = {len(record.node) for record in read_ranks(run.path)}
     if len(known) > 1:
-        where, numbers = quote(shown(run.path), 250), " and ".join(map(str, known))
+        where, numbers = quote(shown(run.path), 250), " and ".join(map(str, sorted(known)))
         raise UserError(f"figure 9: the ranks of {where} changed ({numbers}); leave it away")
-    (ranks,), steps = known, run.setting("local-steps")
+    ranks, steps = max(known, default=0), run.setting("local-steps")
     try:
         samples = steps and int(steps) * ranks * int(run.setting("batch-size"))
         work = float(samples or Fraction(str(run.setting("local-epochs"))))
@@ -418,7 +299,7 @@ def measure(run: Run) -> tuple[int, float]:
     seconds = np.diff(along(run, "seconds"), prepend=0.0)
     typical = float(np.median(seconds[len(seconds) // 2 :]))
     if not ranks or not typical:
-        raise lacking("9", run, "ranks and seconds")
+        raise lacking("9", run, f"{RANKS}, or seconds")
     return ranks, work / typical
 
 
@@ -480,7 +361,7 @@ def ratio_series(run: Run) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def of_ranks(run: Run, _: Sequence[str] = ()) -> Drawn:
+def of_ranks(run: Run) -> Drawn:
     """Draw figure 10: the residuals of each rank; of too many ranks the least and the most."""
     records = [record for record in read_ranks(run.path) if record.residuals]
     lines, rows = {}, []
@@ -506,8 +387,8 @@ def of_ranks(run: Run, _: Sequence[str] = ()) -> Drawn:
     return Drawn(figure, rows)
 
 
-def of_layers(run: Run, wanted: Sequence[str] = ()) -> Drawn:
-    """Draw figure 11: the residuals of layers, by default of the few that begin farthest apart."""
+def of_layers(run: Run) -> Drawn:
+    """Draw figure 11: the residuals of the few layers that begin farthest apart."""
     has = np.any([np.isfinite(run.column(f"residuals.{name}")) for name in RESIDUALS], axis=0)
     layers = read_layers(run.path, spread_out(run.iterations[has], LAYER_COLUMNS))
     if layers is None or not any((layers.values[name] > 0).any() for name in RESIDUALS):
@@ -515,8 +396,6 @@ def of_layers(run: Run, wanted: Sequence[str] = ()) -> Drawn:
     primal = [name for name in RESIDUALS if name.endswith("primal")]
     first = sum(np.nan_to_num(layers.values[name][0]) ** 2 for name in primal)
     chosen = sorted(int(i) for i in np.argsort(-first, kind="stable")[:TOP_LAYERS])
-    if wanted:
-        chosen = [layers.names.index(layer_called(word, layers.names)) for word in wanted]
     words = {i: layers.names[i].removesuffix(".weight") for i in chosen}
     lines = {
         name: [(words[i], layers.iterations, layers.values[name][:, i]) for i in chosen]
@@ -530,21 +409,12 @@ def of_layers(run: Run, wanted: Sequence[str] = ()) -> Drawn:
     ]
     note = f"The {len(chosen)} of {len(layers.names)} layers that begin farthest apart."
     figure = curves.residual_panels(lines, "norm of the layer")
-    return Drawn(figure, rows, [] if wanted else [note])
+    return Drawn(figure, rows, [note])
 
 
-def layer_called(word: str, names: Sequence[str], kind: str = "layer") -> str:
-    """Return the name of the layer that is called `word`, with or without ".weight"."""
-    for name in (word, f"{word}.weight"):
-        if name in names:
-            return name
-    guess = meant(f"{word}.weight", names, f"; there are {listed(names)}")
-    raise UserError(f"--layers: no {kind} {quote(word)}{guess}")
-
-
-def patterns(run: Run, wanted: Sequence[str] = ()) -> Drawn:
+def patterns(run: Run) -> Drawn:
     """Draw figure 13: which weights of convolutions are zero, as C_out x (C_in kh kw)."""
-    weights = read_weights(run, wanted)
+    weights = read_weights(run)
     figure = new_figure(0.6 + 1.25 * len(weights))
     panels = figure.subplots(len(weights), 1, squeeze=False)[:, 0]
     rows = []
@@ -564,8 +434,8 @@ def patterns(run: Run, wanted: Sequence[str] = ()) -> Drawn:
     return Drawn(figure, rows)
 
 
-def read_weights(run: Run, wanted: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the convolutions of a run that were asked for, or some that have zeros."""
+def read_weights(run: Run) -> dict[str, np.ndarray]:
+    """Return some convolutions of a run that have zeros."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -579,20 +449,14 @@ def read_weights(run: Run, wanted: Sequence[str]) -> dict[str, np.ndarray]:
         raise UserError(f"{where} can't be read: {error.strerror}", UNREADABLE) from None
     except (SafetensorError, KeyError, TypeError, ValueError):
         raise UserError(f"{where} is damaged or not of plain numbers", UNREADABLE) from None
-    found = {name: value for name, value in tensors.items() if value.ndim == 4}
-    pruned = [name for name, value in found.items() if (value == 0).any()]
-    if wanted:
-        return {n: found[n] for n in (layer_called(w, tuple(found), "convolution") for w in wanted)}
+    pruned = {k: v for k, v in tensors.items() if v.ndim == 4 and (v == 0).any()}
     if not pruned:
         raise lacking("13", run, "a convolution with zeros")
-    return {pruned[i]: found[pruned[i]] for i in spread_out(np.arange(len(pruned)), PATTERNS)}
+    names = [*pruned]
+    return {names[i]: pruned[names[i]] for i in spread_out(np.arange(len(names)), PATTERNS)}
 
 
 OF_RUNS = {
-    "5": accuracy,
-    "6a": payload,
-    "6b": volume,
-    "7": waiting,
     "8": split,
     "9": scaling,
     "12": ratios,

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from prunex_mpi.base.tables import Table, format_table
-from prunex_mpi.research.compare.outcomes import Comparison, Measured, Outcome, Point
+from prunex_mpi.research.outcomes import Comparison, Measured, Outcome, Point
 
 RAN = Measured(
     accuracy=0.5,
@@ -24,15 +24,7 @@ RAN = Measured(
     train_s=7.0,
     parameters=100,
     parameters_left=60,
-    weights=80,
-    zeros=40,
-    line_zeros=30,
-    forward_s=1.0,
-    dense_forward_s=2.0,
-    speakers=2,
-    ranks=4,
-    operations="Allreduce",
-    curve=(Point(1, 2**19, 3.0, 0.25, 2.0, 1.0), Point(2, 2**20, 7.0, 0.5, 1.0, 5.0)),
+    curve=(Point(0.25, 2.0, 1, 2**19, 3.0, 1.0), Point(0.5, 1.0, 2, 2**20, 7.0, 5.0)),
 )
 
 

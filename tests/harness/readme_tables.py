@@ -31,21 +31,15 @@ from types import SimpleNamespace
 from mpi4py import MPI
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.research.compare.comparison_tables import (
-    LINKS,
-    places_of,
-    quality_names,
-    seconds_at,
-)
-from prunex_mpi.research.compare.outcomes import (
+from prunex_mpi.research.outcomes import (
     Comparison,
     Measured,
     Outcome,
     by_row,
     ended,
     read_comparison,
-    shown,
 )
+from prunex_mpi.research.tables import LINKS, places_of, quality_names, seconds_at, shown
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.settings.fields import Settings
 

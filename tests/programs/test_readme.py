@@ -13,19 +13,20 @@ import readme_tables
 import settings_table
 from launch import environment, run_job, train
 
-from prunex_mpi import doctor, export, report
+from prunex_mpi import report
 from prunex_mpi.__main__ import PROGRAMS
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.record_keys import KINDS, PHASES, RESIDUALS
 from prunex_mpi.config import cli
 from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.config.resolve import concerns
-from prunex_mpi.research import figures
-from prunex_mpi.research.bench import bench_options as bench
-from prunex_mpi.research.compare import compare_options as compare
-from prunex_mpi.research.compare.outcomes import by_row, read_comparison
+from prunex_mpi.diagnosis import options as doctor
+from prunex_mpi.research import bench, figures
+from prunex_mpi.research import plan as compare
+from prunex_mpi.research.outcomes import by_row, read_comparison
 from prunex_mpi.run import relaunch as elastic
 from prunex_mpi.tools import evaluate_options as evaluate
+from prunex_mpi.tools import export_options as export
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"

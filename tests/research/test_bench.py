@@ -1,7 +1,6 @@
 """The benchmark: its tables are complete and sane, its flags are checked, --help loads nothing."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,17 +11,13 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.record_keys import CONSENSUS_PHASES
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.topology import Topology, build_topology, free_topology, nodes_of
 from prunex_mpi.config.resolve import make
-from prunex_mpi.research.bench import overhead
-from prunex_mpi.research.bench.bench_options import choose_sections, parse
-from prunex_mpi.research.bench.beside_torch import compare_with_ddp
-from prunex_mpi.research.bench.communication import collectives
-from prunex_mpi.research.bench.kernels import block_codes, kernels
-from prunex_mpi.research.bench.sections import run_sections
-from prunex_mpi.research.bench.text_loop import compare_with_loop
-from prunex_mpi.research.bench.workbench import Bench
+from prunex_mpi.research import beside_torch, measure
+from prunex_mpi.research.bench import choose_sections, parse, run_sections
+from prunex_mpi.research.measure import Bench, block_codes, collectives, kernels
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.timing import Action, wall_times
 
@@ -81,15 +76,15 @@ def test_codes_by_blocks_are_timed_against_a_copy_of_the_vector(alone):
 
 
 def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
-    records = overhead.train(alone, "resnet8")
-    half = 1 + overhead.MEASURED
+    records = measure.train(alone, "resnet8")
+    half = 1 + measure.MEASURED
     assert [r["frozen"] for r in records] == [False] * half + [True] * half
-    table = overhead.overhead(alone)
+    (table,) = measure.overhead(alone)
     assert_sane(table)
     assert column(table, "freeze") == ["before", "after"]
     for row in table.rows:
         named = dict(zip(table.columns, row, strict=True))
-        consensus = sum(named[f"{phase} ms"] for phase in overhead.CONSENSUS_PHASES) / 1e3
+        consensus = sum(named[f"{phase} ms"] for phase in CONSENSUS_PHASES) / 1e3
         share = 100 * consensus / (named["local s"] + consensus)
         assert named["share %"] == pytest.approx(share)
         assert 0 < share < 100
@@ -101,7 +96,7 @@ def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
 def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
     world = MPI.COMM_WORLD
     topology = build_topology(world, ranks_per_node)
-    transfers = collectives(bench_on(topology))
+    (transfers,) = collectives(bench_on(topology))
     many_nodes, big_nodes = topology.num_nodes > 1, max(topology.node_sizes) > 1
     free_topology(topology)
     assert_sane(transfers)
@@ -116,12 +111,6 @@ def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
     assert all(other == titles[0] for other in titles)
 
 
-def test_a_plain_loop_on_text_takes_as_many_steps(alone):
-    table = compare_with_loop(replace(alone, steps=1, repeat=2))
-    assert_sane(table)
-    assert all(value > 0 for value in table.rows[0][1:])
-
-
 @pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_dense_and_ddp_take_the_same_steps():
@@ -129,7 +118,8 @@ def test_dense_and_ddp_take_the_same_steps():
     with nodes_of(MPI.COMM_WORLD) as topology:
         # In float64: the two add gradients in another order.
         models = ("odd_models:resnet8_double",)
-        table = compare_with_ddp(bench_on(topology, settings, models=models, steps=2, repeat=2))
+        bench = bench_on(topology, settings, models=models, steps=2, repeat=2)
+        (table,) = beside_torch.compare_with_ddp(bench)
     assert_sane(table)
     (row,) = table.rows
     named = dict(zip(table.columns, row, strict=True))
@@ -148,6 +138,7 @@ def test_dense_and_ddp_take_the_same_steps():
         (["--threads", "-1"], ["--threads", "-1"]),
         (["--device", "tpu"], ["device", "'tpu'"]),
         (["ddp", "compare"], ["compare"]),
+        (["ddp", "--amp", "fp16"], ["amp off or bf16"]),
     ],
 )
 def test_bad_flags_are_refused(flags, culprits):
@@ -170,18 +161,12 @@ def test_what_cannot_be_measured_is_refused(flags, culprit):
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("flags", "culprit"),
-    [
-        ("collectives ddp --models resnet21", "resnet21"),
-        ("ddp --amp fp16 --models resnet8", "amp off or bf16"),
-    ],
-)
-def test_every_rank_refuses_what_cannot_be_measured_before_anything_is(monkeypatch, flags, culprit):
-    monkeypatch.setattr("prunex_mpi.research.bench.sections.measure", pytest.fail)
+def test_every_rank_refuses_what_cannot_be_measured_before_anything_is(monkeypatch):
+    monkeypatch.setattr(measure, "collectives", pytest.fail)
     threads = torch.get_num_threads()
-    options = parse([*flags.split(), "--model=resnet8", f"--threads={threads}"])
-    with pytest.raises(UserError, match=culprit):
+    flags = ["collectives", "ddp", "--models=resnet21", "--model=resnet8"]
+    options = parse([*flags, f"--threads={threads}"])
+    with pytest.raises(UserError, match="resnet21"):
         run_sections(MPI.COMM_WORLD, options, Heartbeat())
 
 
@@ -189,8 +174,8 @@ def test_a_section_that_hangs_ends_the_job():
     code = (
         "import time\n"
         "from prunex_mpi import bench\n"
-        "from prunex_mpi.research.bench import kernels\n"
-        "kernels.make_state = lambda *_: time.sleep(100)\n"
+        "from prunex_mpi.research import measure\n"
+        "measure.make_state = lambda *_: time.sleep(100)\n"
         "bench.main(['kernels', '--model=resnet8', '--threads=1', '--timeout=5'])\n"
     )
     done = run_bench(code=code)
@@ -200,7 +185,6 @@ def test_a_section_that_hangs_ends_the_job():
 
 def test_sections_fit_the_number_of_ranks():
     assert choose_sections((), 1) == ("kernels", "overhead")
-    assert choose_sections(("text",), 1) == ("text",)
     assert choose_sections((), 4) == ("collectives",)
     assert choose_sections(("all",), 4) == choose_sections((), 4)
     assert choose_sections(("all", "ddp"), 4) == ("collectives", "ddp")

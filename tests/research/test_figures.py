@@ -65,25 +65,6 @@ def test_each_figure_is_one_command(number, run, tmp_path, capsys):
     assert "paper" in printed and str(file) in printed
 
 
-def test_payload_is_told_beside_the_paper_s(run: Path) -> None:
-    with styled():
-        found = below(figures.payload(by_name([read_run(run)])))
-    assert found["prunex"] == (
-        "dense 4.00 MiB, at the end 2.00 MiB: 50.0 %",
-        "221.9 MiB falling to about 40 %",
-    )
-
-
-def test_dense_is_labelled_as_what_it_is(run: Path, tmp_path: Path) -> None:
-    dense = make_run(tmp_path / "dense", iterations=4, method="dense")
-    with styled():
-        drawn = figures.volume(named(read_run(run), read_run(dense)))
-    (legend,) = drawn.figure.legends
-    words = [text.get_text() for text in legend.get_texts()]
-    assert "dense: one full model per OUTER iteration" in words
-    assert "dense: one full model per STEP" in words
-
-
 def test_values_of_the_paper_stand_where_they_belong(tmp_path: Path) -> None:
     given = (
         {"method": "prunex", "keep_ratio": [0.5]},
@@ -112,35 +93,6 @@ def keeping(run: Run, ratio: float) -> Run:
     return replace(run, name=f"keep {ratio}", config={**run.config, "keep-ratio": [ratio]})
 
 
-def test_layers_are_named_and_can_be_chosen(run: Path) -> None:
-    with styled():
-        drawn = figures.of_layers(read_run(run))
-        names = read_names(drawn)
-        chosen = figures.of_layers(read_run(run), names[-1:])
-    assert 1 < len(names) <= figures.TOP_LAYERS
-    assert read_names(chosen) == names[-1:]
-
-
-def read_names(drawn: Drawn) -> list[str]:
-    (legend,) = drawn.figure.legends
-    return [text.get_text() for text in legend.get_texts()]
-
-
-def test_dense_has_the_same_bytes_in_every_figure(tmp_path: Path) -> None:
-    dense = read_run(make_run(tmp_path / "dense", iterations=4, method="dense"))
-    with styled():
-        ((accuracy, _),) = below(figures.accuracy(named(dense))).values()
-        ((volume, _),) = below(figures.volume(named(dense))).values()
-    assert accuracy.split(", ")[-1] == volume.split(" → ")[-1]
-
-
-def test_volumes_of_the_paper_s_models_stand_beside_ours(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", iterations=4, model="resnet18")
-    with styled():
-        ((here, paper),) = below(figures.volume(by_name([read_run(path)]))).values()
-    assert (here, paper) == ("16.00 MiB → 9.90 MiB", "2.53 → 1.01 GB in 60")
-
-
 def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
     shares = figures.communication(read_run(run))
     lines = [json.loads(line) for line in (run / "ranks.jsonl").read_text().splitlines()]
@@ -155,10 +107,9 @@ def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
     assert below(drawn)["prunex, broadcast in the node"][1] == "13.8 %"
 
 
-@pytest.mark.parametrize("number", ["5", "12"])
-def test_figures_of_accuracy_are_refused_on_text(number, tmp_path, capsys):
+def test_a_figure_of_accuracy_is_refused_on_text(tmp_path, capsys):
     run = make_run(tmp_path / "run", iterations=3, dataset="text")
-    code, line = refused(capsys, number, run, "--output", tmp_path / "figure.png")
+    code, line = refused(capsys, "12", run, "--output", tmp_path / "figure.png")
     assert code == UNREADABLE and "needs an accuracy" in line
 
 
@@ -247,16 +198,15 @@ def test_ratios_say_what_they_count_and_on_which_images(tmp_path):
 
 def test_patterns_are_those_of_the_weights(run):
     with styled():
-        drawn = figures.patterns(read_run(run), ("a", "b.weight"))
-    (stripes, dense) = (axes.images[0].get_array() for axes in drawn.figure.axes)
-    assert stripes.shape == (4, 12) and dense.shape == (2, 18)
-    # White zeros at an edge are told from the page by a frame.
-    frames = [spine for axes in drawn.figure.axes for spine in axes.spines.values()]
-    assert all(spine.get_visible() for spine in frames)
+        drawn = figures.patterns(read_run(run))
+    # Only what has zeros is shown.
+    ((name, (here, _)),) = below(drawn).items()
+    assert name == "a.weight" and "whole rows of zeros 1 of 4, columns 4 of 12" in here
+    stripes = drawn.figure.axes[0].images[0].get_array()
+    assert stripes.shape == (4, 12)
     assert stripes[1].max() == 0 and stripes[:, 8:].max() == 0 and stripes[0, :8].min() == 1
-    assert "whole rows of zeros 1 of 4, columns 4 of 12" in below(drawn)["a.weight"][0]
-    # Unasked, only what has zeros is shown.
-    assert list(figures.read_weights(read_run(run), ())) == ["a.weight"]
+    # White zeros at an edge are told from the page by a frame.
+    assert all(spine.get_visible() for spine in drawn.figure.axes[0].spines.values())
 
 
 @pytest.mark.parametrize(
@@ -268,17 +218,13 @@ def test_patterns_are_those_of_the_weights(run):
         ("10 OLD", "residuals of each rank"),
         ("11 BARE", "residuals in layers.jsonl"),
         ("13 OLD", "state.safetensors"),
-        ("13 RUN --layers aa", "did you mean 'a.weight'"),
-        ("13 RUN --layers fc", "no convolution 'fc'"),
-        ("11 RUN --layers nowhere", "no layer 'nowhere'"),
         ("13 DAMAGED", "is damaged"),
         ("12 GOING RUN", "not complete"),
         ("10 RUN OLD", "of one run"),
         ("14 RUN", "no figure '14'"),
-        ("5 RUN --output x.txt", ".svg, .png or .pdf"),
-        ("5 RUN --layers a", "--layers is for figures 11 and 13"),
-        ("5 NOWHERE", "there is no run"),
-        ("5", "required: RUN"),
+        ("8 RUN --output x.txt", ".svg, .png or .pdf"),
+        ("8 NOWHERE", "there is no run"),
+        ("8", "required: RUN"),
     ],
 )
 def test_what_cant_be_drawn_is_one_line(arguments, words, run, tmp_path, capsys):

@@ -1,21 +1,92 @@
-"""What runs of comparisons measured: read back, joined, or refused."""
+"""What runs of comparisons came to: read from their folders and from JSON, in tables and curves."""
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
-from compared import comparison, outcomes
+from compared import RAN, cells, column, comparison, outcomes
+from recorded import make_run, write_lines
 
+from prunex_mpi import report
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.research.compare.comparison_tables import results_table
-from prunex_mpi.research.compare.outcomes import (
+from prunex_mpi.base.files import write_json
+from prunex_mpi.base.record_keys import ACCURACY
+from prunex_mpi.base.tables import as_json, format_table
+from prunex_mpi.research.outcomes import (
     Outcome,
+    Point,
     Quality,
     Tuning,
+    at_chance,
     comparison_from,
-    join,
-    require_same_work,
+    read_comparison,
+    read_measured,
 )
+from prunex_mpi.research.tables import (
+    first_held,
+    results_table,
+    tables_of,
+    target_table,
+    tuning_table,
+)
+from prunex_mpi.tools.report import curves
+from prunex_mpi.tools.report.read_compared import Compared, curves_of, problem_of, read_compared
+
+
+def recorded(path: Path, accuracy: bool = True) -> Path:
+    """Write a run of three outer iterations, of which the second has no seconds of its ranks."""
+    make_run(path, iterations=3, nodes=(1, 1), overlap_steps=1, evaluate_every=2, residuals="off")
+    # A vote in the projection, coding between nodes, a loss that the ranks agree on in phase 5.
+    seconds = {"local": 8.0, "intra": 1.0, "project": 2.0, "inter": 4.0, "dual": 1.0}
+    exchange = {"local": [0.5, 9], "project": [1.5, 9], "inter": [3.0, 9], "dual": [0.25, 9]}
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"seconds": {**seconds, "evaluate": 10.0, "total": 27.0}, "bytes": {"sent": 10}}
+        line |= {"val_loss": None, "val_accuracy": None}
+    for line, found in ((lines[1], 0.5), (lines[2], 0.75)):
+        line |= {"val_loss": 2.0, **({"val_accuracy": found} if accuracy else {})}
+    write_lines(path / "metrics.jsonl", lines)
+    rank = json.loads((path / "ranks.jsonl").read_text().splitlines()[0])
+    write_lines(
+        path / "ranks.jsonl", [{**rank, "iteration": k, "exchange": exchange} for k in (1, 3)]
+    )
+    summary = json.loads((path / "summary.json").read_text())
+    work = {"steps": 12, "samples": 48, "extra_samples": 0, "epochs": 0.5, "metadata_bytes": 2}
+    best = {"iteration": 3, "loss": 2.0} | ({"accuracy": 0.75} if accuracy else {})
+    (path / "summary.json").write_text(json.dumps({**summary, "work": work, "validation": best}))
+    return path
+
+
+def test_a_run_s_folder_tells_what_it_measured(tmp_path):
+    found = read_measured(recorded(tmp_path / "run"))
+    # Messages are told from work alike in all phases, and evaluations are left out.
+    assert (found.sync_s, found.own_s, found.local_s) == (3 * 5.25, 3 * 3.25, 3 * 7.5)
+    assert (found.train_s, found.samples, found.metadata_bytes) == (3 * 17, 48, 2)
+    assert (found.parameters, found.parameters_left) == (1000, 520)
+    # One step of four in an outer iteration hides its exchange.
+    assert found.hidden == 0.25
+    points = Point(0.5, 2.0, 2, 20, 34.0, 21.5), Point(0.75, 2.0, 3, 30, 51.0, 32.25)
+    assert (found.accuracy, found.loss, found.curve) == (0.75, 2.0, points)
+    # Where networks have a loss alone.
+    found = read_measured(recorded(tmp_path / "text", accuracy=False))
+    assert {(x.accuracy, x.loss) for x in (found, *found.curve)} == {(None, 2.0)}
+
+
+def test_a_run_that_holds_nothing_out_or_is_damaged_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"run is not of a run that can be compared \('work'\)"):
+        read_measured(make_run(tmp_path / "run"))
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(UserError, match="line 1 is damaged"):
+        read_measured(tmp_path / "run")
+
+
+def test_an_accuracy_is_at_chance_within_three_standard_errors_of_guessing():
+    # Of 900 images guessing gets 90 of 10 classes right, give or take 9.
+    assert at_chance(Quality(117 / 900, 1.0), 10, 900)
+    assert not at_chance(Quality(118 / 900, 1.0), 10, 900)
+    # Of a loss alone nothing is known.
+    assert not at_chance(Quality(None, 1.0), 10, 900)
 
 
 def test_the_best_trial_is_of_highest_accuracy_then_lowest_loss():
@@ -44,85 +115,202 @@ def test_the_best_trial_is_at_the_edge_of_what_are_numbers():
     assert edge(1, *shares) == ["at"]
 
 
-def test_rows_that_saw_other_numbers_of_samples_are_not_compared():
-    require_same_work([*outcomes("dense", "topk"), Outcome("prunex", 0, 0.1, None, "diverged")])
-    with pytest.raises(UserError, match=r"samples \(dense 100, topk 99\)"):
-        require_same_work(outcomes("dense") + outcomes("topk", samples=99))
-    require_same_work(outcomes("dense") + outcomes("topk", samples=99), ["topk"])
-
-
-def test_a_comparison_is_the_same_when_it_is_read_back():
+def test_a_comparison_is_the_same_when_it_is_read_back(tmp_path):
     runs = [*outcomes("dense", "topk"), Outcome("topk", 1, 0.1, None, "why")]
     tunings = (Tuning("topk", tuple(runs[1:]), chance=True),)
     runs[0] = replace(runs[0], point={"lr": 0.1, "at": "1/4"}, test=Quality(0.4, 2.0))
-    found = comparison(runs, tunings=tunings, plan="x", revealed="2026", own_length=("topk",))
-    assert comparison_from(json.loads(json.dumps(asdict(found)))) == found
+    found = comparison(runs, tunings=tunings, plan="x", revealed="2026")
+    written = json.loads(json.dumps(asdict(found)))
+    assert comparison_from(written) == found
+    # Files of before have more, which is left out.
+    written |= {"data": "", "own_length": []}
+    written["outcomes"][0]["settings"] = "0123"
+    written["outcomes"][0]["measured"] |= {"weights": 80, "forward_s": 1.0}
+    assert comparison_from(written) == found
 
 
-def test_comparisons_of_different_rows_are_joined():
-    runs = outcomes("dense", "topk", "prunex")
-    tunings = tuple(Tuning(run.row, (run,), chance=False) for run in runs)
-    whole = comparison(runs, tunings=tunings)
-    first = comparison(runs[:1], tunings=tunings[:1], notes=("note", "one more"))
-    second = comparison(runs[1:], tunings=tunings[1:])
-    assert join([first, second]) == replace(whole, notes=("note", "one more"))
-    assert join([whole]) == whole
+@pytest.mark.parametrize("content", ["", "{}", '{"comparison": {"title": 1}}', None])
+def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "tables.json").write_text(content)
+    with pytest.raises(UserError, match=r"tables\.json"):
+        read_comparison(str(tmp_path / "tables.json"))
 
 
-def test_comparisons_of_other_seeds_are_joined():
-    first, second = (
-        [replace(run, seed=seed) for seed in seeds for run in outcomes("dense", "topk")]
-        for seeds in ((0, 1), (2,))
+def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
+    def tuning(row: str, chance: bool, **accuracies: float | None) -> Tuning:
+        points = [{"lr": float(lr[1:]), "x": "a"} for lr in accuracies]
+        ran = [a and replace(RAN, accuracy=a) for a in accuracies.values()]
+        pairs = zip(ran, points, strict=True)
+        return Tuning(row, tuple(Outcome(row, 1, 0.1, r, point=p) for r, p in pairs), chance)
+
+    tunings = (
+        tuning("dense", False, _1=0.5, _2=0.75, _4=0.25),
+        tuning("topk", True, _2=None, _8=0.125),
+        tuning("dgc", True, _2=None),
     )
-    tunings = tuple(Tuning(run.row, (run,), chance=False) for run in outcomes("dense", "topk"))
-    parts = [
-        comparison(first[::2], tunings=tunings[:1]),
-        comparison(second, tunings=()),
-        comparison(first[1::2], tunings=tunings[1:]),
+    found = comparison(outcomes("dense", "topk", "dgc"), tunings=tunings)
+    table = tuning_table(found)
+    assert column(table, "chosen") == ["lr 2.0, x a", "lr 8.0, x a", "none"]
+    assert column(table, "at the edge") == ["no", "lr", "no"]
+    assert column(table, "at chance") == ["no", "yes", "yes"]
+    assert column(table, "trials")[1] == "lr 2.0, x a: diverged; lr 8.0, x a: 12.5"
+    assert any(note.startswith("topk: its best trial") for note in results_table(found).notes)
+
+
+def test_networks_with_a_loss_alone_are_compared_by_it():
+    runs = [*outcomes("a", accuracy=None, loss=1.5), *outcomes("b", accuracy=None, loss=1.25)]
+    table = results_table(comparison(runs, plan="x"))
+    assert column(table, "validation loss") == [1.5, 1.25]
+    assert column(table, "place") == [2, 1]
+    assert "1.500" in format_table(table) and "100.00" in format_table(table)
+    trials = Tuning("a", tuple(runs), chance=False)
+    assert trials.best == 1
+    curve = tuple(
+        replace(p, accuracy=None, loss=loss) for p, loss in zip(RAN.curve, (2.0, 1.5), strict=True)
+    )
+    assert first_held(curve, 2.0) == curve[0]
+    assert first_held(curve, 1.5) is None
+
+
+def test_what_was_revealed_is_shown_in_place_of_validation():
+    runs = [replace(run, test=Quality(0.4, 2.0)) for run in outcomes("dense", "topk")]
+    table = results_table(comparison(runs, plan="x", revealed="2026"))
+    assert column(table, "test accuracy %") == pytest.approx([40, 40])
+    assert column(table, "validation") == [50, 50]
+    assert any("plan x" in note and "2026" in note for note in table.notes)
+
+
+def test_the_time_to_a_target_is_computing_and_bytes_on_a_link():
+    points = [(1, 0.3, 10**6), (2, 0.8, 2 * 10**6), (3, 0.6, 3 * 10**6), (4, 0.8, 4 * 10**6)]
+    points += [(5, 0.9, 5 * 10**6)]
+    curve = tuple(Point(a, 1.0, k, sent, 9.0 * k, 2.0 * k) for k, a, sent in points)
+    assert first_held(curve, 0.7) == curve[3]
+    runs = [
+        *outcomes("dense", curve=curve),
+        Outcome("dense", 1, 0.1, replace(RAN, curve=curve[:3])),
+        *outcomes("behind", curve=curve, hidden=0.5),
     ]
-    joined = join(parts)
-    assert joined == comparison(first + second, tunings=tunings)
-    # Another job, on other hosts of the kind.
-    layouts = [f"2 nodes: node 0 = 1 ranks on {host} (cpu)" for host in "abc"]
-    apart = [
-        replace(part, machine={"ranks": text}) for part, text in zip(parts, layouts, strict=True)
+    table = target_table(comparison(runs, seeds=(0, 1)), 0.7)
+    dense, behind = cells(table, "dense"), cells(table, "behind")
+    assert dense["seeds"] == "1 of 2"
+    assert dense["sent MiB"] == pytest.approx(4e6 / 2**20)
+    # 4 MB at 2.5 MB/s; half of 8 seconds of computing hides them.
+    assert dense["s at 20 Mbit/s"] == pytest.approx(8 + 1.6)
+    assert dense["s at 1 Gbit/s"] == pytest.approx(8 + 0.032)
+    assert behind["s at 20 Mbit/s"] == 8
+    assert cells(target_table(comparison(runs), 0.95), "dense")["sent MiB"] is None
+    # Files of before do not tell computing from messages.
+    for run in runs:
+        curve = tuple(replace(p, compute_s=None) for p in run.measured.curve)
+        old = comparison([replace(run, measured=replace(run.measured, curve=curve))])
+        found = cells(target_table(old, 0.0), run.row)
+        assert found["sent MiB"] is not None and found["s at 20 Mbit/s"] is None
+
+
+def test_tables_hold_means_over_seeds_and_say_what_diverged():
+    runs = [
+        *outcomes("dense"),
+        Outcome("dense", 1, 0.1, replace(RAN, accuracy=0.7, sent_bytes=3 * 2**20)),
+        Outcome("topk", 0, 0.1, replace(RAN, metadata_bytes=2**18, extra_samples=8)),
+        Outcome("topk", 1, 0.1, None, "the loss is not finite"),
     ]
-    assert join(apart).machine == {"ranks": "2 nodes: node 0 = 1 ranks (cpu)"}
-    assert join(apart[:1]).machine == {"ranks": layouts[0]}
-    assert results_table(joined).columns[5:8] == ("seed 0", "seed 1", "seed 2")
+    table = results_table(comparison(runs))
+    dense, topk = cells(table, "dense"), cells(table, "topk")
+    assert (dense["seed 0"], dense["seed 1"]) == (50, 70)
+    assert dense["test accuracy %"] == pytest.approx(60)
+    assert dense["+-"] == pytest.approx(200**0.5)
+    assert (dense["sent MiB"], dense["of dense %"]) == (2, 100)
+    assert (topk["sent MiB"], topk["of dense %"], topk["metadata %"]) == (1, 50, 25)
+    assert (dense["sync ms/step"], dense["own ms/step"], dense["own %"]) == (200, 100, 25)
+    assert (topk["seed 1"], topk["test accuracy %"], topk["+-"]) == ("diverged", None, None)
+    # Who diverged has no place.
+    assert (dense["place"], topk["place"]) == (1, None)
+    assert table.notes[-3] == "note"
+    assert table.notes[-2].startswith("topk: 8 samples more")
+    assert table.notes[-1] == "topk, seed 1: the loss is not finite"
+    only_failures = [Outcome("topk", 0, 0.1, None, "why")]
+    assert column(results_table(comparison(only_failures)), "test accuracy %") == [None]
 
 
-@pytest.mark.parametrize(
-    ("other", "word"),
-    [
-        (comparison(outcomes("topk"), title="of another model"), "differ in title"),
-        (
-            comparison([replace(run, seed=1) for run in outcomes("topk")]),
-            "'dense' has no run with seed 1, as others have",
-        ),
-        (
-            comparison([replace(run, seed=1, lr=0.2) for run in outcomes("dense")]),
-            "'dense' was trained at learning rates of 0.1 and 0.2",
-        ),
-        (
-            comparison([replace(run, seed=1, settings="b") for run in outcomes("dense")]),
-            "'dense' had other settings",
-        ),
-        (comparison(outcomes("topk"), machine={"mpi": "another"}), "differ in machine"),
-        (comparison(outcomes("dense")), "row 'dense' with seed 0 is in two"),
-        (comparison(outcomes("topk", samples=1)), "not trained on the same number of samples"),
-        (comparison(outcomes("topk"), plan="b"), "differ in plan"),
-        (comparison(outcomes("topk"), revealed="2026"), "differ in revealed"),
-    ],
-)
-def test_comparisons_that_differ_in_more_than_rows_are_not_joined(other, word):
-    with pytest.raises(UserError, match=word):
-        mine = [replace(run, settings="a") for run in outcomes("dense")]
-        join([comparison(mine), other])
+def test_rows_have_places_but_for_those_tuned_at_chance():
+    given = zip("abcd", (0.5, 0.6, 0.5, 0.7), strict=True)
+    runs = [run for row, accuracy in given for run in outcomes(row, accuracy=accuracy)]
+    tunings = (Tuning("d", (runs[-1],), chance=True), Tuning("a", (runs[0],), chance=False))
+    table = results_table(comparison(runs, tunings=tunings))
+    assert [cells(table, row)["place"] for row in "abcd"] == [2, 1, 2, None]
+    assert any(note.startswith("d: no better than guessing") for note in table.notes)
 
 
-def test_files_of_other_images_are_not_joined():
-    parts = [comparison(outcomes(row), data=data) for row, data in (("a", "x"), ("b", ""))]
-    assert join(parts).data == "x"
-    with pytest.raises(UserError, match="--from: the files are of other images"):
-        join([*parts, comparison(outcomes("c"), data="y")])
+def test_a_course_is_the_mean_over_seeds():
+    first, second = RAN.curve
+    other = replace(RAN, curve=(first, replace(second, accuracy=0.7)))
+    runs = [Outcome("dense", 0, 0.1, RAN), Outcome("dense", 1, 0.1, other)]
+    found = [*runs, Outcome("topk", 0, 0.1, None, "why")]
+    (curve,) = curves_of(list(map(asdict, found)), ACCURACY)
+    assert (curve.label, curve.sent_mib, curve.seconds) == ("dense", (0.5, 1), (3, 7))
+    assert curve.values == pytest.approx((25, 60))
+    assert curve.spread == pytest.approx(200**0.5)
+    # One was evaluated less often: what both have is drawn.
+    shorter = replace(runs[1], measured=replace(other, curve=other.curve[1:]))
+    (ends,) = curves_of([asdict(runs[0]), asdict(shorter)], ACCURACY)
+    assert (ends.sent_mib, ends.values) == ((1,), pytest.approx((60,)))
+    # A mean of those that ended says of how many.
+    lost = Outcome("dense", 2, 0.1, None, "failed: no room", failed=True)
+    (some,) = curves_of([*map(asdict, runs), asdict(lost)], ACCURACY)
+    assert (curve.label, some.label) == ("dense", "dense (2 of 3 seeds)")
+    assert problem_of(asdict(lost)) == "dense, seed 2, failed: no room"
+
+
+def compared(folder: Path, runs: list[Outcome], **more: object) -> Compared:
+    """Return what a page reads of a comparison of these runs."""
+    found = comparison(runs, **more)
+    whole = as_json({}, tables_of(found)) | {"comparison": asdict(found)}
+    write_json(folder / "found.json", whole)
+    return read_compared(folder / "found.json")
+
+
+def test_what_has_no_accuracy_is_drawn_by_its_loss_the_lowest_first(tmp_path):
+    first, second = (replace(point, accuracy=None) for point in RAN.curve)
+    runs = [Outcome("wild", 0, 0.1, None, "why")]
+    for row, loss in (("high", 1.5), ("low", 1.0)):
+        curve = first, replace(second, loss=loss)
+        runs += outcomes(row, accuracy=None, loss=loss, curve=curve)
+    found = compared(tmp_path, runs, plan="0123")
+    assert [(c.label, c.values[-1]) for c in found.curves] == [("low", 1.0), ("high", 1.5)]
+    with curves.styled():
+        (panel,) = curves.compared(found, "sent_mib").axes
+    assert panel.get_ylabel() == "validation loss, nats per token"
+    # The page shows as many decimals as were printed.
+    assert format_table(found.tables[0]) == format_table(
+        results_table(comparison(runs, plan="0123"))
+    )
+
+
+def test_a_comparison_is_its_tables_and_its_pictures(tmp_path, monkeypatch):
+    runs = [*outcomes("dense", "a $b"), Outcome("wild", 0, 0.1, None, "the loss is nan")]
+    compared(tmp_path, runs, title="Some methods", machine={"processor": "a fast one"})
+    monkeypatch.chdir(tmp_path)
+    assert report.main(["found.json"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    for words in ("Some methods", "a fast one", "wild, seed 0, diverged: the loss is nan"):
+        assert words in page
+    assert page.count("<img ") == 2
+
+
+def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first(tmp_path):
+    def drawn(count: int) -> tuple[list[str], int]:
+        runs = []
+        for n in range(count):
+            curve = (RAN.curve[0], replace(RAN.curve[1], accuracy=n / 100))
+            runs += outcomes(f"row {n}", curve=curve)
+        with curves.styled():
+            (panel,) = curves.compared(compared(tmp_path, runs), "seconds").axes
+        whole = sum(len(line.get_xdata()) == len(RAN.curve) for line in panel.lines)
+        return panel.get_legend_handles_labels()[1], whole
+
+    most = curves.MOST_ROWS
+    names, whole = drawn(most)
+    assert (names[0], whole) == (f"row {most - 1}", most)
+    names, whole = drawn(most + 1)
+    assert (names[0], whole) == (f"1: row {most}", 0)

@@ -200,7 +200,7 @@ def test_a_record_that_cannot_be_read_is_none(content, tmp_path):
     [
         ("run/job.py", False),
         ("comm/collectives.py", False),
-        ("research/bench/beside_torch.py", False),
+        ("research/beside_torch.py", False),
         ("train.py", False),
         ("../mine/comm/collectives.py", True),
         ("../torch/nn/functional.py", True),

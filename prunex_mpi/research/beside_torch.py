@@ -26,7 +26,7 @@ from prunex_mpi.diagnosis.facts import gpu_identity
 from prunex_mpi.methods import dense, per_step
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.research.bench.workbench import Bench
+from prunex_mpi.research.measure import Bench
 from prunex_mpi.run.loading import load_dataset
 from prunex_mpi.run.problem import build_problem, make_model
 from prunex_mpi.run.start import set_up
@@ -43,7 +43,7 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 Turn = Callable[[], None]
 
 
-def compare_with_ddp(bench: Bench) -> Table:
+def compare_with_ddp(bench: Bench) -> list[Table]:
     """Return the table of seconds per step, the same on every rank. Collective on `world`."""
     rows, settings = [], bench.settings
     backend = choose_backend(bench)
@@ -53,7 +53,7 @@ def compare_with_ddp(bench: Bench) -> Table:
         milliseconds = [1e3 * float(np.median(times)) for times in taken.values()]
         rows.append((name, *milliseconds, *ratios, AIM, difference))
     times = [f"{name} ms" for name in ("dense", "DDP", "lean DDP", "no exchange")]
-    return Table(
+    table = Table(
         f"One step of dense (flat) beside DistributedDataParallel over {backend}: "
         f"{bench.topology.world_size} ranks, {IMAGE_SIZE}x{IMAGE_SIZE} images, "
         f"batch {settings.batch_size} per rank, amp {settings.amp}"
@@ -71,6 +71,7 @@ def compare_with_ddp(bench: Bench) -> Table:
             "weights of dense and lean DDP in the end",
         ),
     )
+    return [table]
 
 
 def choose_backend(bench: Bench) -> str:

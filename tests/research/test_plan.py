@@ -1,7 +1,6 @@
 """The flags of a comparison, its plans, and the settings of its rows."""
 
 import json
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,10 +11,8 @@ from refused import assert_refused
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import BY_NAME as METHODS
-from prunex_mpi.config.resolve import make
 from prunex_mpi.models.inputs import Images, Tokens
-from prunex_mpi.research.compare.compare_options import parse
-from prunex_mpi.research.compare.plan import Row, digest_of, named, read_plan, settings_of
+from prunex_mpi.research.plan import parse, read_plan, settings_of
 from prunex_mpi.run.problem import make_model
 from prunex_mpi.settings.values import AUTO
 
@@ -48,9 +45,6 @@ method = "prunex"
 lr = 0.01
 grid = {freeze-iteration = ["7/16", "1/2"]}
 """
-# What replaces the first grid by none, where nothing is tuned.
-UNTUNED = "[settings]" + PLAN.partition("[settings]")[2]
-UNTUNED = "\n".join(line for line in UNTUNED.splitlines() if "grid" not in line)
 LOCAL_STEPS = "local-steps = 4\ngrid = {lr = [0.1, 0.2]}"
 
 
@@ -61,12 +55,8 @@ LOCAL_STEPS = "local-steps = 4\ngrid = {lr = [0.1, 0.2]}"
         ("--methods dense dense", ["--methods", "dense", "twice"]),
         ("--methods dense --seeds", ["--seeds", "at least one"]),
         ("--methods dense --seeds 1 1", ["--seeds", "twice"]),
-        ("--methods dense --length 1e999999999", ["--length"]),
         ("--methods dense --plan x.toml", ["--methods", "--plan"]),
         ("--plan /nowhere/x.toml", ["--plan", "/nowhere/x.toml"]),
-        ("--methods dense --rows dense", ["--rows", "--plan"]),
-        ("--methods dense --from x.json", ["--methods", "--from"]),
-        ("--from x.json --resume", ["--resume", "--from"]),
         ("--methods dense topk --keep-ratio 0.5", ["--keep-ratio", "dense, topk"]),
         ("--methods prunex-flat --mask-agreement or", ["--mask-agreement", "(it is for prunex)"]),
         ("--methods dense --seed 3", ["--seed", "--seeds"]),
@@ -98,7 +88,7 @@ def test_a_setting_goes_to_the_methods_that_it_means_something_to():
 def test_a_shorter_run_has_fewer_of_what_counts_iterations(tmp_path):
     (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
     options = parse(["--plan", str(tmp_path / "plan.toml")])
-    row, length = options.rows[2], options.tuning_length
+    row, length = options.rows[2], options.protocol.length
     assert [p["freeze_iteration"] for p in row.points] == [Fraction(7, 16), Fraction(1, 2)]
     settings = settings_of(options.common, row, 3, row.points[1], length)
     assert (settings.seed, settings.lr, settings.outer_iterations) == (3, 0.01, 4)
@@ -181,13 +171,6 @@ def test_results_tell_which_plan_they_are_of():
         assert plan in known if plan else path.name.startswith("vgg19_"), path.name
 
 
-def test_defaults_of_other_methods_make_no_other_row():
-    for name, alike in (("local-sgd", True), ("prunex", False)):
-        settings = make(method=name)
-        later = replace(settings, warmup_iterations=0, freeze_iteration=60)
-        assert (digest_of(later) == digest_of(settings)) is alike
-
-
 def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
     (tmp_path / "plan.toml").write_text(PLAN, encoding="utf-8")
     options = parse(["--plan", str(tmp_path / "plan.toml"), "--batch-size", "4"])
@@ -196,7 +179,7 @@ def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
     assert options.rows[1].points == [{"lr": 0.1}, {"lr": 0.2}]
     protocol = options.protocol
     assert (protocol.trials, protocol.tune_seed, protocol.seeds) == (2, 3, (0, 1))
-    assert options.tuning_length == Fraction(1, 2)
+    assert options.protocol.length == Fraction(1, 2)
 
 
 def test_flags_that_are_given_twice_add_up():
@@ -204,7 +187,6 @@ def test_flags_that_are_given_twice_add_up():
     options = parse([*methods, "--seeds", "4", "--seeds", "5"])
     assert [row.name for row in options.rows] == ["dense", "topk", "prunex"]
     assert options.seeds == (4, 5)
-    assert parse(["--from", "a", "--from", "b"]).sources == ("a", "b")
 
 
 COMMON_PLACE = "[settings]\n{0}\n[rows.a]\nmethod = 'dense'"
@@ -230,27 +212,6 @@ def test_a_plan_imports_only_what_a_flag_repeats(tmp_path, place, what):
     assert parse(["--plan", str(path), f"--{what}", "mine:made"]).rows
 
 
-def test_what_rows_and_grids_name_is_found():
-    row = Row("a", "dense", {"model": "m:b"})
-    tuned = Row("b", "dense", {}, {"model": ("m:c", "m:d")})
-    assert named("model", {"model": "m:a"}, [row, tuned]) == ["m:a", "m:b", "m:c", "m:d"]
-
-
-def test_rows_of_a_plan_can_be_chosen(tmp_path):
-    path = tmp_path / "plan.toml"
-    rows = "".join(f"[rows.{x}]\nmethod = '{x}'\n" for x in ("dense", "topk", "prunex"))
-    path.write_text(f"[settings]\ngroups = ['coupled']\n{rows}")
-    flags = ["--plan", str(path), "--rows"]
-    # In the order of the plan; and what it sets for a row that is left out hurts nobody.
-    assert [row.name for row in parse([*flags, "topk", "dense"]).rows] == ["dense", "topk"]
-    for more, culprits in (
-        (["tpok"], ["--rows", "'tpok'", "'topk'"]),
-        (["topk", "topk"], ["--rows", "twice"]),
-        (["dense", "--topk-ratio", "0.1"], ["--topk-ratio", "dense"]),
-    ):
-        assert_refused(lambda more=more: parse([*flags, *more]), *culprits)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "culprits"),
     [
@@ -268,13 +229,6 @@ def test_rows_of_a_plan_can_be_chosen(tmp_path):
         ("{lr = [0.5, 1.0]}", "[0.5, 1.0]", ["grid", "{lr = [0.1, 0.2]}"]),
         ("{lr = [0.5, 1.0]}", "{seed = [1, 2]}", ["seed", "[rows.dense]"]),
         ("{lr = [0.1, 0.2]}", "{local-steps = [4, 8]}", ["local-steps", "beside it"]),
-        # Trials of other lengths would compete.
-        ("{lr = [0.5, 1.0]}", "{outer-iterations = [8, 80]}", ["row dense", "512 to 5,120"]),
-        (
-            "{lr = [0.5, 1.0]}",
-            "{local-steps = [16, 32]}\nown-length = true",
-            ["row dense", "1,024"],
-        ),
         (LOCAL_STEPS, 'grid = {local-steps = [4, "auto"]}', ["auto", "T = 4", "trials"]),
         ("tune-seed = 3", "tune-seed = 1", ["tune-seed", "different"]),
         ("seeds = [0, 1]", "seeds = [0, 0]", ["seeds", "once"]),
@@ -284,7 +238,6 @@ def test_rows_of_a_plan_can_be_chosen(tmp_path):
         ('length = "1/2"', 'length = "2"', ["length", "'2'"]),
         ('["7/16", "1/2"]', '["7/16", "1/16"]', ["row prunex, trial", "freeze"]),
         ('model = "resnet8"', "lr = 1", ["lr", "[settings]", "in the rows"]),
-        ("local-steps = 4", "local-steps = 8", ["as many samples", "local-sgd int4, T = 4"]),
         ("local-steps = 4", 'local-epochs = "1/4"\nlocal-steps = "auto"', ["auto", "T = 4"]),
         ("[rows.prunex]", '[rows."local-sgd int4 T = 4"]', ["two rows", "local-sgd-int4-T-=-4"]),
         ("[settings]", "settings = 1\n[rest]", ["'rest'"]),
@@ -305,22 +258,12 @@ def test_what_is_trained_has_another_digest_and_what_trains_it_has_not(tmp_path)
         return parse(["--plan", str(path), *flags]).plan
 
     first = digest(PLAN)
-    same = [["--data-dir=x"], ["--rows", "dense"], ["--seeds", "1"], ["--timeout=99"]]
+    same = [["--data-dir=x"], ["--seeds", "5"], ["--timeout=99"]]
     assert {digest(PLAN, *flags) for flags in same} == {first}
     assert digest(PLAN + "# a remark\n") == first
     others = [digest(PLAN.replace("0.5,", "0.25,")), digest(PLAN.replace("[0, 1]", "[0, 1, 2]"))]
     others += [digest(PLAN, "--batch-size=4"), digest(PLAN, "--val-split=0.2")]
     assert len({first, *others}) == 5
-
-
-def test_a_row_may_have_a_length_of_its_own_where_it_says_so(tmp_path):
-    path = tmp_path / "plan.toml"
-    path.write_text(UNTUNED.replace("local-steps = 4", "local-steps = 4\nown-length = true"))
-    flags = ["--plan", str(path), "--outer-iterations=16"]
-    assert [row.own_length for row in parse(flags).rows] == [False, True, False]
-    path.write_text(UNTUNED)
-    with pytest.raises(UserError, match="own-length = true"):
-        parse(flags)
 
 
 @pytest.mark.parametrize(

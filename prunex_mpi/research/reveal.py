@@ -1,7 +1,7 @@
-"""The last pass of a comparison: its networks are tested on the test images, once.
+"""The last pass of a comparison: its networks are tested on the test data, once.
 
 `reveal.json` in the folder of the runs says of which plan, when, and of which networks. It is
-written before the first test image is read; from then on the plan, its runs and its choices stay.
+written before the first test datum is read; from then on the plan, its runs and its choices stay.
 """
 
 import json
@@ -18,11 +18,9 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import read_text, telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, run_collectively, run_on_first
-from prunex_mpi.research.compare.compare_options import Options
-from prunex_mpi.research.compare.data import digest_of_images
-from prunex_mpi.research.compare.outcomes import Outcome, Quality
-from prunex_mpi.research.compare.plan import named
+from prunex_mpi.comm.agreement import broadcast_json, run_collectively, run_on_first
+from prunex_mpi.research.outcomes import Outcome, Quality
+from prunex_mpi.research.plan import Options
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
@@ -47,8 +45,6 @@ def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
     """
 
     def read() -> dict[str, Any]:
-        if not options.folder:
-            return {}
         file = Path(options.folder) / REVEAL
         try:
             found = json.loads(read_text(file))
@@ -82,7 +78,7 @@ def reveal(
     names = [name_of(options, run) for run in outcomes if run.measured]
 
     def look() -> dict[str, int]:
-        found = _networks(options, names)
+        found = {name: checksum(Path(options.folder) / name) for name in names}
         if before and before["networks"] != found:
             raise UserError(
                 f"--reveal was done at {before['at']} with other networks; what is changed after "
@@ -95,90 +91,78 @@ def reveal(
         log.info("the test data were looked at %s, and are not again", before["at"])
         return before
     # What can't be read is told while there is time to put it back.
-    for name in networks:
-        _read(world, options, name, heartbeat)
+    for name in names:
+        read_delivered(world, options, name, heartbeat)
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     found = before or {"plan": options.plan, "at": at, "networks": networks, "results": {}}
-    _write(world, options, found)
-    found["results"], found["images"] = _test(place, options, list(networks), heartbeat)
-    _write(world, options, found)
-    return broadcast_json(world, found)
+
+    def write() -> None:
+        note = partial(write_json_durably, Path(options.folder) / REVEAL, found)
+        telling_disk_errors(REVEAL, note)
+
+    run_on_first(world, write)
+    found = broadcast_json(world, found)
+    found["results"] = test_all(place, options, names, heartbeat)
+    run_on_first(world, write)
+    return found
 
 
 def name_of(options: Options, run: Outcome) -> str:
     """Return the name of the folder that has the network of a run."""
-    return next(row for row in options.rows if row.name == run.row).run_name(run.seed)
+    row = next(row for row in options.rows if row.name == run.row)
+    return options.run_of(row, run.seed).name
+
+
+def checksum(path: Path) -> int:
+    """Return the checksum of the network of a run; raise UserError where it is missing."""
+    summary = read_summary(path)
+    if "delivered" not in summary:
+        raise UserError(f"{path} has no network any more; train it again", UNREADABLE)
+    return int(summary["delivered"]["crc32"])
 
 
 def tested(
     options: Options, outcomes: Sequence[Outcome], found: Mapping[str, Any]
-) -> tuple[Outcome, ...]:
-    """Return the outcomes with what was `found` of their networks on the test images."""
-    return tuple(
+) -> list[Outcome]:
+    """Return the outcomes with what was `found` of their networks on the test data."""
+    return [
         replace(run, test=Quality(**found["results"][name_of(options, run)]))
         if run.measured
         else run
         for run in outcomes
-    )
+    ]
 
 
-def _networks(options: Options, names: Sequence[str]) -> dict[str, int]:
-    """Return the checksum of each network; raise UserError where one is missing."""
-    found = {}
-    for name in names:
-        folder = Path(options.folder) / name
-        summary = read_summary(folder)
-        if "delivered" not in summary:
-            raise UserError(f"{folder} has no network any more; train it again", UNREADABLE)
-        found[name] = int(summary["delivered"]["crc32"])
-    return found
-
-
-def _read(world: MPI.Comm, options: Options, name: str, heartbeat: Heartbeat) -> Network:
+def read_delivered(world: MPI.Comm, options: Options, name: str, heartbeat: Heartbeat) -> Network:
     """Return a network, of which the plan may name the model. Collective on `world`."""
-    given = named("model", options.common, options.rows)
     heartbeat.enter("model")
-    return run_collectively(world, lambda: read_network(Path(options.folder) / name, given))
+    folder, given = Path(options.folder) / name, options.named("model")
+    return run_collectively(world, lambda: read_network(folder, given))
 
 
-def _test(
+def test_all(
     place: Place, options: Options, names: Sequence[str], heartbeat: Heartbeat
-) -> tuple[dict[str, Any], str]:
-    """Return how good each network is, and what tells its images apart. Collective on `world`."""
+) -> dict[str, Any]:
+    """Return how good each network is on the test data. Collective on `world`."""
     world, results = place.topology.world, {}
-    dataset, told = None, ""
-    text, read = None, ()
+    images, texts = None, {}
     for name in names:
-        network = _read(world, options, name, heartbeat)
+        network = read_delivered(world, options, name, heartbeat)
         moved = {key: options.common[key] for key in ("data_dir",) if key in options.common}
         data = {**network.data, **moved}
         if data["dataset"] == TEXT:
-            # The vocabulary tells the tokenizer, too.
-            if (data["data_dir"], network.classes) != read:
-                text = read_text_for(place, network, data, heartbeat)
-                read = data["data_dir"], network.classes
+            # All read the same text; the vocabulary tells the tokenizer, too.
+            key = network.classes
+            if key not in texts:
+                texts = {key: read_text_for(place, network, data, heartbeat)}
             samples = data["test_samples"]
-            found = judge_text(place, network, text, samples, BATCH, heartbeat)
-            results[name] = _quality_of(found)
-            continue
-        if dataset is None:
-            dataset = load_images(place, network, data, heartbeat, mode="auto")
-            first = digest_of_images(dataset.test, 1)
-            told = broadcast_text(world, f"{dataset.test_total} {dataset.digest} {first}")
-        found = judge(place, network, dataset, BATCH, heartbeat)
-        results[name] = _quality_of(found)
-    for name, quality in results.items():
-        log.info("%s: %.4g on the test set", name, Quality(**quality).shown)
-    if dataset is not None:
-        dataset.close()
-    return results, told
-
-
-def _quality_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    return asdict(Quality(found.get("accuracy"), found["loss"]))
-
-
-def _write(world: MPI.Comm, options: Options, found: Mapping[str, Any]) -> None:
-    file = Path(options.folder) / REVEAL
-    write = partial(write_json_durably, file, dict(found))
-    run_on_first(world, lambda: telling_disk_errors(REVEAL, write))
+            found = judge_text(place, network, texts[key], samples, BATCH, heartbeat)
+        else:
+            images = images or load_images(place, network, data, heartbeat, mode="auto")
+            found = judge(place, network, images, BATCH, heartbeat)
+        quality = Quality(found.get("accuracy"), found["loss"])
+        log.info("%s: %.4g on the test set", name, quality.shown)
+        results[name] = asdict(quality)
+    if images is not None:
+        images.close()
+    return results

@@ -1,45 +1,27 @@
-"""Show a comparison: tables of what each row reached and cost."""
+"""The tables of a comparison: what each row reached and cost, its trials, its way to a target."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import mean, stdev
 
-from prunex_mpi.base.files import write_json
-from prunex_mpi.base.tables import Cell, Table, as_json, format_table, with_losses
+from prunex_mpi.base.tables import Cell, Table, with_losses
 from prunex_mpi.base.units import MIB, wire_s
-from prunex_mpi.research.compare.compare_options import Options
-from prunex_mpi.research.compare.outcomes import (
-    Comparison,
-    Measured,
-    Outcome,
-    Point,
-    by_row,
-    ended,
-    shown,
-)
+from prunex_mpi.research.outcomes import Comparison, Measured, Outcome, Point, by_row, ended
 
 # Links to tell times to a target for: names, 10^9 bits per second.
 LINKS = {"20 Mbit/s": 0.02, "100 Mbit/s": 0.1, "1 Gbit/s": 1.0}
 BASELINE = "dense"
 
 
-def show(options: Options, found: Comparison) -> None:
-    """Print and write; raise UserError."""
-    tables = tables_of(found, options.targets)
-    # First of all: who reads the text through a pipe may close it.
-    if options.json_file:
-        whole = as_json(dict(found.machine), tables) | {"comparison": asdict(found)}
-        write_json(options.json_file, whole)
-    text = "\n\n".join(["\n".join(found.machine.values()), *map(format_table, tables)])
-    print(text, flush=True)
-
-
 def tables_of(found: Comparison, targets: Sequence[float] = ()) -> list[Table]:
     """Return all tables of a comparison, with one of how soon each of `targets` is reached."""
-    tables = [results_table(found), measured_table(found.outcomes)]
-    tables += [target_table(found, target) for target in targets]
+    tables = [results_table(found), *(target_table(found, target) for target in targets)]
     return [*tables, tuning_table(found)] if found.tunings else tables
+
+
+def shown(runs: Sequence[Outcome]) -> list[float]:
+    """Return how good the networks of those runs are that ended, as tables show it."""
+    return [run.quality.shown for run in runs if run.measured is not None]
 
 
 def places_of(found: Comparison) -> dict[str, int]:
@@ -70,11 +52,6 @@ def quality_names(found: Comparison) -> tuple[str, str]:
     return what, "test" if found.revealed or not found.plan else "validation"
 
 
-def _table(title: str, rows: Sequence[Mapping[str, Cell]], notes: Sequence[str]) -> Table:
-    """Return a table whose rows hold their cells by column."""
-    return Table(title, tuple(rows[0]), tuple(tuple(row.values()) for row in rows), tuple(notes))
-
-
 def results_table(found: Comparison) -> Table:
     """Return the table of quality and cost: a row per method, means over the seeds that ended."""
     places, rows = places_of(found), []
@@ -83,7 +60,7 @@ def results_table(found: Comparison) -> Table:
     for row, runs in methods.items():
         done = ended(runs)
         sent = _mean(done, lambda m: m.sent_bytes)
-        validation = {"validation": _mean(done, lambda m: m.quality.shown)}
+        validation = {"validation": _mean(done, lambda m: m.shown)}
         rows.append(
             {
                 "row": row,
@@ -95,6 +72,9 @@ def results_table(found: Comparison) -> Table:
                 "samples": done[0].samples if done else None,
                 "sent MiB": None if sent is None else sent / MIB,
                 "of dense %": 100 * sent / dense if dense and sent is not None else None,
+                "metadata %": _mean(
+                    done, lambda m: 100 * m.metadata_bytes / max(1, m.payload_bytes)
+                ),
                 "sync ms/step": _mean(done, lambda m: 1e3 * m.sync_s / m.steps),
                 "own ms/step": _mean(done, lambda m: 1e3 * m.own_s / m.steps),
                 "own %": _mean(done, lambda m: 100 * m.own_s / m.local_s),
@@ -102,32 +82,37 @@ def results_table(found: Comparison) -> Table:
                 "parameters left": round(mean(m.parameters_left for m in done)) if done else None,
             }
         )
+    cells = tuple(tuple(row.values()) for row in rows)
+    table = Table(found.title, tuple(rows[0]), cells, tuple(_notes(found)))
+    return table if measures_accuracy(found) else with_losses(table, "lr", "epochs")
+
+
+def _notes(found: Comparison) -> list[str]:
+    """Return what the table of results has to say beside its figures."""
     notes = [
         "place: by the mean; +-: standard deviation over the seeds; sent: what leaves a node in "
-        "the whole run by ring algorithms, masks included",
+        "the whole run by ring algorithms, masks included; metadata: indices, bitmaps and masks, "
+        "as a share of the operands",
         _of_the_protocol(found),
         "sync: all messages, between nodes and inside them, votes and losses too, waiting for the "
         "slowest rank included; own: the method's work beside forward, backward and step, coding "
         "too, and its share of these; train: all but evaluation",
-        "times as rank 0 takes them; means over the seeds; parameters left: those that are not 0",
+        "times as rank 0 takes them; means over the seeds; parameters left: those not pruned",
         *found.notes,
     ]
     for tuning in found.tunings:
         if tuning.at_edge:
             edge = ", ".join(tuning.at_edge)
             notes.append(f"{tuning.row}: its best trial is at the edge of its grid ({edge})")
-    for tuning in found.tunings:
         if tuning.chance:
             text = "no better than guessing in any trial, so it has no place"
             notes.append(f"{tuning.row}: {text}")
-    for row, runs in methods.items():
+    for row, runs in by_row(found.outcomes).items():
         if more := max((m.extra_samples for m in ended(runs)), default=0):
             text = f"{more:,} samples more, not trained on, to decide what to prune"
             notes.append(f"{row}: {text}")
     failed = [run for run in found.outcomes if run.measured is None]
-    notes += [f"{run.row}, seed {run.seed}: {run.problem}" for run in failed]
-    table = _table(found.title, rows, notes)
-    return table if measures_accuracy(found) else with_losses(table, "lr", "epochs")
+    return notes + [f"{run.row}, seed {run.seed}: {run.problem}" for run in failed]
 
 
 def _of_the_protocol(found: Comparison) -> str:
@@ -161,11 +146,6 @@ def _cell(run: Outcome) -> Cell:
     return run.quality.shown
 
 
-# --------------------------------------------------------------------------------------------------
-# Time and bytes to a target
-# --------------------------------------------------------------------------------------------------
-
-
 def target_table(found: Comparison, target: float) -> Table:
     """Return what each row has sent and how long it takes until it has reached `target`."""
     rows = []
@@ -192,7 +172,7 @@ def target_table(found: Comparison, target: float) -> Table:
 def first_held(curve: Sequence[Point], target: float) -> Point | None:
     """Return the first evaluation that reaches the target, as the next one does; None if none."""
     for here, after in pairwise(curve):
-        if here.quality.reaches(target) and after.quality.reaches(target):
+        if here.reaches(target) and after.reaches(target):
             return here
     return None
 
@@ -202,77 +182,27 @@ def seconds_at(gbit: float, measured: Measured, compute_s: float, sent_bytes: in
     return compute_s + max(0.0, wire_s(gbit, sent_bytes) - measured.hidden * compute_s)
 
 
-def measured_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return the columns of Table 1 of the PruneX paper, measured: a row per method."""
-    methods = by_row(outcomes)
-    dense = ended(methods.get(BASELINE, []))
-
-    def saved(done: Sequence[Measured], value: Callable[[Measured], float]) -> float | None:
-        before, after = _mean(dense, value), _mean(done, value)
-        return before / after if before and after else None
-
-    rows = []
-    for row, runs in methods.items():
-        done = ended(runs)
-        rows.append(
-            {
-                "row": row,
-                "sparsity: % zero": _mean(done, lambda m: 100 * m.zeros / m.weights),
-                "in whole lines %": _mean(
-                    done, lambda m: 100 * m.line_zeros / m.zeros if m.zeros else None
-                ),
-                "metadata %": _mean(
-                    done, lambda m: 100 * m.metadata_bytes / max(1, m.payload_bytes)
-                ),
-                "operations between nodes": done[0].operations if done else None,
-                "topology: who speaks": (
-                    f"{done[0].speakers} of {done[0].ranks} ranks" if done else None
-                ),
-                "bytes saved, times": saved(done, lambda m: m.sent_bytes),
-                "sync saved, times": saved(done, lambda m: m.sync_s),
-                "inference, times": _mean(done, lambda m: m.dense_forward_s / m.forward_s),
-                "+-": _mean(done, lambda m: m.forward_spread * m.dense_forward_s / m.forward_s),
-            }
-        )
-    return _table(
-        "The same rows in the columns of the PruneX paper's Table 1, measured",
-        rows,
-        (
-            "% zero: of the weights of kernels and matrices; in whole lines: the part of them that "
-            "fills rows or columns of C_out x (C_in kh kw), which a smaller network does without",
-            "metadata: indices, bitmaps and masks, as a share of the operands",
-            "saved: what leaves a node, and the synchronisation time, of the row dense over the "
-            "row's own",
-            "inference: the forward pass of the dense network over that of the exported, smaller "
-            "one, medians of turns; +-: half the distance of the quartiles",
-        ),
-    )
-
-
 def tuning_table(found: Comparison) -> Table:
     """Return what each row reached in each of its trials, on data held out."""
+
+    def words(run: Outcome) -> str:
+        return ", ".join(f"{key} {value}" for key, value in run.point.items())
+
+    def text(run: Outcome) -> str:
+        cell = _cell(run)
+        return cell if isinstance(cell, str) else f"{cell:.4g}"
+
     rows = []
     for tuning in found.tunings:
-        best = None if tuning.best is None else tuning.runs[tuning.best]
-        chosen = "none" if best is None else _words(best)
+        chosen = "none" if tuning.best is None else words(tuning.runs[tuning.best])
         edge = ", ".join(tuning.at_edge) or "no"
-        tried = "; ".join(f"{_words(run)}: {_text(run)}" for run in tuning.runs)
+        tried = "; ".join(f"{words(run)}: {text(run)}" for run in tuning.runs)
         rows.append((tuning.row, chosen, edge, "yes" if tuning.chance else "no", tried))
     columns = ("row", "chosen", "at the edge", "at chance", "trials")
     what, _ = quality_names(found)
     return Table("Trials", columns, tuple(rows), (f"{what} on data held out", *found.notes[:1]))
 
 
-def _words(run: Outcome) -> str:
-    return ", ".join(f"{key} {value}" for key, value in run.point.items())
-
-
-def _text(run: Outcome) -> str:
-    cell = _cell(run)
-    return cell if isinstance(cell, str) else f"{cell:.4g}"
-
-
-def _mean(measured: Sequence[Measured], value: Callable[[Measured], float | None]) -> float | None:
-    """Return the mean over the runs, None where there is none or one of them has no value."""
-    values = [value(m) for m in measured]
-    return mean(values) if values and None not in values else None
+def _mean(measured: Sequence[Measured], value: Callable[[Measured], float]) -> float | None:
+    """Return the mean over the runs, None where there is none."""
+    return mean(map(value, measured)) if measured else None

@@ -1,0 +1,451 @@
+"""Train with one method after the other on the same ranks, samples and links; print one comparison.
+
+First the settings that a plan leaves open are chosen: every row has the same number of trials, of
+the same share of its length, and the best by the data held out is taken. Then all rows are trained:
+seeds are the outer loop and rows the inner one, so that a machine which changes its pace in the
+course of hours meets all rows alike. Each run is an ordinary one in a folder of its own, which goes
+on from its checkpoints; one that diverges or fails is a row that says so. No run opens test data;
+what does is the last pass of `--reveal`, when all runs are there.
+"""
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from prunex_mpi.base.errors import (
+    FAILURE,
+    PREEMPTED,
+    UNREADABLE,
+    Diverged,
+    UserError,
+    listed,
+    quote,
+)
+from prunex_mpi.base.files import (
+    DIVERGED,
+    prepare_file,
+    telling_disk_errors,
+    write_json,
+)
+from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log, set_up_logging
+from prunex_mpi.base.signals import ReceivedSignal, catching
+from prunex_mpi.base.tables import as_json, format_table
+from prunex_mpi.comm.agreement import (
+    broadcast_json,
+    broadcast_text,
+    require_same,
+    run_collectively,
+    run_collectively_while,
+    run_on_first,
+)
+from prunex_mpi.config.cli import read_saved, resumed_by_tokenizer
+from prunex_mpi.config.resolve import FIELDS, first_difference, flat_values
+from prunex_mpi.core.grouping import make_groups
+from prunex_mpi.core.schedule import steps_with, total_steps
+from prunex_mpi.data.text import TextSet
+from prunex_mpi.diagnosis.devices import resolve_mpi_buffers
+from prunex_mpi.diagnosis.facts import recorded_versions
+from prunex_mpi.models.inputs import inputs_from
+from prunex_mpi.models.layout import build_layout
+from prunex_mpi.research.outcomes import (
+    Comparison,
+    Outcome,
+    Tuning,
+    at_chance,
+    outcome_from,
+    read_measured,
+)
+from prunex_mpi.research.plan import BY_SEED, OWN_LENGTH, Options, Row, Run
+from prunex_mpi.research.reveal import read_reveal, reveal, tested
+from prunex_mpi.research.tables import tables_of
+from prunex_mpi.run import job
+from prunex_mpi.run.directory import COMPLETE, new_folder, read_summary
+from prunex_mpi.run.loading import load_dataset
+from prunex_mpi.run.pretrained import TORCHVISION
+from prunex_mpi.run.problem import make_model
+from prunex_mpi.run.program import watched
+from prunex_mpi.run.start import Place, check_launched_together, take_places
+from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
+from prunex_mpi.settings.values import left_open
+from prunex_mpi.tools.report.read_runs import how_it_ended
+
+# Of the weights that a run begins with and learns from; a run fills them in.
+DIGESTS = ("init_digest", "teacher_digest")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a comparison knows of its data; `digest` tells others apart."""
+
+    train_total: int
+    val_total: int
+    classes: int
+    digest: str
+
+
+# --------------------------------------------------------------------------------------------------
+# All of it, in the order in which it happens
+# --------------------------------------------------------------------------------------------------
+
+
+def compare(world: MPI.Comm, options: Options) -> int:
+    """Compare; world rank 0 prints and writes. Collective on `world`."""
+    if not options.folder:
+        name = f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = broadcast_text(world, "" if world.rank else new_folder(name))
+        options = replace(options, folder=folder)
+    with catching() as received:
+        received.quiet = world.rank > 0
+        found = run_all(world, options, received)
+    run_on_first(world, lambda: show(options, found))
+    # Nobody leaves while another may still need the job.
+    world.Barrier()
+    return FAILURE if any(run.failed for run in found.outcomes) else 0
+
+
+def show(options: Options, found: Comparison) -> None:
+    """Print and write; raise UserError."""
+    tables = tables_of(found, options.targets)
+    # First of all: who reads the text through a pipe may close it.
+    if options.json_file:
+        whole = as_json(dict(found.machine), tables) | {"comparison": asdict(found)}
+        write_json(options.json_file, whole)
+    text = "\n\n".join(["\n".join(found.machine.values()), *map(format_table, tables)])
+    print(text, flush=True)
+
+
+def run_all(world: MPI.Comm, options: Options, received: ReceivedSignal) -> Comparison:
+    """Tune and run all rows of this job's part. Collective on `world`."""
+    set_up_logging(world.rank, world.size)
+    check_launched_together(world)
+    agreed = repr((options, recorded_versions()))
+    require_same(world, "the flags or the versions of the software", agreed)
+    run_on_first(world, lambda: prepare(options))
+    revealed = read_reveal(world, options)
+    first = options.run_of(options.rows[0], options.seeds[0]).settings
+    with take_places(world, options.common.get("ranks_per_node", 0), first.device) as place:
+        log.info("%s; runs in %s", place.layout, options.folder)
+        with watched(world, first.timeout) as watchdog:
+            data = look_at_data(place, options, watchdog.heartbeat)
+        closed = options.reveal or bool(revealed)
+        do = partial(do_run, place, options, data=data, received=received, revealed=closed)
+        tunings = [tune(options, do, row, data) for row in options.rows if options.protocol.tunes]
+        outcomes = confirm_all(options, do, tunings)
+        if options.reveal:
+            with watched(world, first.timeout) as watchdog:
+                revealed = reveal(place, options, outcomes, watchdog.heartbeat)
+        if revealed:
+            outcomes = tested(options, outcomes, revealed)
+        protocol = {**asdict(options.protocol), "length": str(options.protocol.length)}
+        return Comparison(
+            title=title_of(first, place, data),
+            machine=machine_of(place, first),
+            rows=tuple(row.name for row in options.rows),
+            seeds=options.seeds,
+            tunings=tuple(tunings),
+            outcomes=tuple(outcomes),
+            notes=tuple(notes_of(options, place)),
+            plan=options.plan,
+            protocol={**protocol, "validation": first.val_split},
+            revealed=revealed.get("at", ""),
+        )
+
+
+def machine_of(place: Place, first: Settings) -> dict[str, str]:
+    """Return what a comparison names its machine by; on a CPU there is one kind of buffers.
+
+    Collective on `world`.
+    """
+    buffers, _ = resolve_mpi_buffers(place.topology, first.mpi_buffers, place.device)
+    told = {"buffers": f"MPI buffers on the {buffers}"}
+    return place.describe() | (told if place.device.type != "cpu" else {})
+
+
+def title_of(first: Settings, place: Place, data: Data) -> str:
+    """Return what a comparison is of, whose first row has these settings."""
+    topology = place.topology
+    return (
+        f"Comparison: {first.model}, {first.dataset}, {data.train_total:,} to train on and "
+        f"{data.val_total:,} held out, {topology.world_size} ranks on "
+        f"{topology.num_nodes} nodes, batch {first.batch_size} per rank"
+    )
+
+
+def notes_of(options: Options, place: Place) -> list[str]:
+    """Return what tables say of how settings were chosen, and of lengths."""
+    protocol = options.protocol
+    notes = ["settings as the rows give them; nothing was tuned"]
+    if protocol.tunes:
+        notes = [
+            f"each row: the best of {protocol.trials} trials of {protocol.length} of its length, "
+            f"seed {protocol.tune_seed}, by the data held out"
+        ]
+    if place.topology.num_nodes == 1:
+        notes.append("one node: nothing leaves the machine; see --ranks-per-node")
+    return notes
+
+
+# Trains a run of the plan to its end, unless that is done. Collective on `world`.
+Do = Callable[[Run], Outcome]
+
+
+def tune(options: Options, do: Do, row: Row, data: Data) -> Tuning:
+    """Try every point of a row's grid. Collective on `world`."""
+    runs = tuple(map(do, options.trials_of(row)))
+    best = max(runs, key=lambda run: run.score).measured
+    chance = best is None or at_chance(best, data.classes, data.val_total)
+    return Tuning(row.name, runs, chance)
+
+
+def confirm_all(options: Options, do: Do, tunings: Sequence[Tuning]) -> list[Outcome]:
+    """Train all rows with all seeds, each at the best point of its grid. Collective on `world`."""
+    chosen = {tuning.row: tuning for tuning in tunings}
+    return [
+        confirm(options, do, row, seed, chosen.get(row.name))
+        for seed in options.seeds
+        for row in options.rows
+    ]
+
+
+def confirm(options: Options, do: Do, row: Row, seed: int, tuning: Tuning | None) -> Outcome:
+    """Train a row with one seed at the best point of its grid, if there is one.
+
+    Collective on `world`.
+    """
+    if tuning is None:
+        return do(options.run_of(row, seed))
+    failed = any(run.failed for run in tuning.runs)
+    if not failed and tuning.best is not None:
+        return do(options.run_of(row, seed, tuning.best))
+    problem = "a trial failed, so nothing is chosen" if failed else "diverged in every trial"
+    lr = options.run_of(row, seed).settings.lr
+    return Outcome(row.name, seed, lr, None, problem, failed=failed)
+
+
+# --------------------------------------------------------------------------------------------------
+# Before anything is trained: hours later would be late
+# --------------------------------------------------------------------------------------------------
+
+
+def has_ended(path: Path) -> bool:
+    """Return whether a run has come to its end, or diverged; raise UserError."""
+    return (path / DIVERGED).exists() or read_summary(path).get("status") in COMPLETE
+
+
+def prepare(options: Options) -> None:
+    """Raise UserError unless all can be written that --json and --dir name, and read that runs do.
+
+    Runs that are there already are gone on with or refused; what is to be revealed has to be there.
+    """
+    prepare_file(options.json_file)
+    folder, where = Path(options.folder), f"--dir {quote(options.folder, 250)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{where}: {error.strerror}") from None
+    runs, to_come = options.all_runs(), set()
+    missing = [run.name for run in runs if not has_ended(folder / run.name)]
+    for run in runs:
+        path = folder / run.name
+        if path.exists() and not options.resume:
+            raise UserError(
+                f"{where}: {run.name} is there already; --resume goes on with it, or choose another"
+            )
+        for key in BY_SEED if run.name in missing else ():
+            check_source(run, key, to_come)
+        to_come.add(path.resolve())
+    if options.reveal:
+        # Of a row that diverged in every trial there is no run.
+        for row in options.rows:
+            trials = options.trials_of(row)
+            if trials and all((folder / run.name / DIVERGED).exists() for run in trials):
+                names = [options.run_of(row, seed).name for seed in options.seeds]
+                missing = [name for name in missing if name not in names]
+        if missing:
+            raise UserError(
+                f"--reveal: {len(missing)} runs of the plan are missing in "
+                f"{quote(options.folder, 250)} ({listed(missing)}); train them first, with --resume"
+            )
+
+
+def check_source(run: Run, key: str, to_come: set[Path]) -> None:
+    """Raise UserError where the network is not there, nor `to_come`, that a run begins with."""
+    name = getattr(run.settings, key)
+    path = Path(name)
+    if name in ("", TORCHVISION) or path.resolve() in to_come:
+        return
+    if not (has_ended(path) if path.is_dir() else path.exists()):
+        raise UserError(
+            f"row {run.row.name}, seed {run.settings.seed}: --{key_of(key)} {quote(name, 250)} is "
+            "neither a file nor the folder of a complete run; train it first, or correct the path",
+            UNREADABLE,
+        )
+
+
+def look_at_data(place: Place, options: Options, heartbeat: Heartbeat) -> Data:
+    """Load the data, without those to test on, and refuse rows that can't be trained on them.
+
+    Raises UserError on every rank. Collective on `world`.
+    """
+    heartbeat.enter("data")
+    first = options.run_of(options.rows[0], options.seeds[0]).settings
+    with closing(load_dataset(place.topology, first, heartbeat)) as dataset:
+        text = isinstance(dataset, TextSet)
+        size, inputs = len(dataset.train) if text else len(dataset.train.labels), dataset.sizes()
+        check = partial(check_rows, options, size, inputs_from(inputs))
+        run_collectively(place.topology.world, check)
+        digest = dataset.digest
+        return Data(dataset.train_total, dataset.val_total, dataset.num_classes, digest)
+
+
+def check_rows(options: Options, size: int, inputs: Any) -> None:
+    """Raise UserError for rows whose network can't be, or that are trained less long than others.
+
+    `size` are the samples of this rank; how many whole steps epochs make is known with them alone.
+    """
+    trained: dict[str, int] = {}
+    for row in options.rows:
+        found = [
+            options.run_of(row, options.seeds[0], number).settings
+            for number in range(len(row.points))
+        ]
+        counts = [total_steps(s, steps_with(s, size)) * min(s.batch_size, size) for s in found]
+        if len({*counts}) > 1:
+            raise UserError(
+                f"row {row.name}: trials must be trained on as many samples, and those of its grid "
+                f"have {min(counts):,} to {max(counts):,} per rank; give what changes that "
+                "(outer-iterations, steps, epochs, batch-size) beside the grid"
+            )
+        if not row.own_length:
+            trained[row.name] = counts[0]
+        try:
+            model = make_model(found[0], inputs)
+            make_groups(found[0], model, build_layout(model), inputs)
+        except UserError as error:
+            raise UserError(f"row {row.name}: {error}", error.exit_code) from None
+    if len({*trained.values()}) > 1:
+        least, most = min(trained, key=trained.get), max(trained, key=trained.get)
+        raise UserError(
+            f"rows must be trained on as many samples: {least} has {trained[least]:,} and {most} "
+            f"{trained[most]:,} per rank; change outer-iterations, local-steps or local-epochs of "
+            f"one, or give it {OWN_LENGTH} = true"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# One run
+# --------------------------------------------------------------------------------------------------
+
+
+def do_run(
+    place: Place,
+    options: Options,
+    run: Run,
+    data: Data,
+    received: ReceivedSignal,
+    revealed: bool,
+) -> Outcome:
+    """Train a run to its end, unless that is done, and return what came of it.
+
+    One that fails ends no other one: it goes on where the comparison does. Raises UserError where
+    the folder has another run, where the job is asked to stop, and for what is missing of a plan
+    that is `revealed`. Collective on `world`.
+    """
+    world, path = place.topology.world, Path(options.folder) / run.name
+    point = {key_of(key): _told(key, value) for key, value in run.point.items()}
+    outcome = Outcome(run.row.name, run.settings.seed, run.settings.lr, None, "", point)
+    with watched(world, run.settings.timeout) as watchdog:
+        heartbeat = watchdog.heartbeat
+        settings = run_collectively(world, lambda: settings_in(path, run))
+        if not broadcast_json(world, run_on_first(world, lambda: has_ended(path))):
+            if revealed:
+                raise UserError(
+                    f"the run {run.name} is missing in {quote(options.folder, 250)}, whose plan "
+                    "was revealed: put it back, or begin anew with another --dir"
+                )
+            log.info("%s: learning rate %g", run.name, settings.lr)
+            try:
+                # What is printed are the tables of the comparison.
+                with redirect_stdout(sys.stderr):
+                    code = job.run(world, settings, watchdog, received)
+            except Diverged as error:
+                log.info("%s: diverged: %s", run.name, error)
+            except UserError as error:
+                log.warning("%s: %s", run.name, error)
+                return replace(outcome, problem=f"failed: {error}", failed=True)
+            else:
+                if code == PREEMPTED:
+                    raise UserError(
+                        f"stopped: go on with --resume --dir {options.folder}", PREEMPTED
+                    )
+        heartbeat.enter("finish")
+
+        def read() -> dict[str, Any]:
+            return {} if world.rank else asdict(read_outcome(path, place, data, outcome))
+
+        found = run_collectively_while(world, read, heartbeat)
+        return outcome_from(broadcast_json(world, found))
+
+
+def settings_in(path: Path, run: Run) -> Settings:
+    """Return the settings with which a run begins, or goes on, in the folder `path`.
+
+    Raises UserError where another run has it.
+    """
+    settings = replace(run.settings, run_dir=str(path), resume=True)
+    if not (path / "config.toml").exists():
+        return settings
+    saved, asked = read_saved(str(path))
+    other = first_difference({**saved, **dict.fromkeys(DIGESTS, ""), **asked}, settings)
+    if other is not None:
+        raise UserError(
+            f"{quote(str(path), 250)} is of a run with another {other}; remove it, or choose "
+            "another --dir"
+        )
+    of_job = {n: value for n, value in flat_values(settings).items() if n in OF_THE_JOB}
+    return resumed_by_tokenizer(saved, of_job, asked)
+
+
+def read_outcome(path: Path, place: Place, data: Data, outcome: Outcome) -> Outcome:
+    """Return the outcome of a run that has ended; of a complete one remove the checkpoints.
+
+    Raises UserError where its files can't be read, and for one of other ranks or other data.
+    """
+    summary = read_summary(path)
+    if not summary:
+        return replace(outcome, problem=how_it_ended(path, summary)[1])
+    for what, there, here in (
+        ("ranks on nodes", summary.get("nodes"), list(place.topology.node_sizes)),
+        ("data", summary.get("delivered", {}).get("data"), data.digest),
+    ):
+        if there != here:
+            raise UserError(
+                f"{quote(str(path), 250)} is of a run with other {what} ({there}; here {here}); "
+                "choose another --dir"
+            )
+    measured = read_measured(path)
+    if (path / "checkpoints").exists():
+        remove = partial(shutil.rmtree, path / "checkpoints")
+        telling_disk_errors(f"the checkpoints of {path}", remove)
+    log.info("%s: %.4g on data held out", path.name, measured.shown)
+    return replace(outcome, measured=measured)
+
+
+def _told(name: str, value: object) -> float | str:
+    """Return a value of a grid, of the setting `name`, as JSON holds it."""
+    if left_open(FIELDS[name], value):
+        return "auto"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, int | float) else str(value)

@@ -1,0 +1,312 @@
+"""What the runs of a comparison came to: read from their folders, and all of it as JSON."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi.base.record_keys import CONSENSUS_PHASES
+from prunex_mpi.tools.report.curves import along
+from prunex_mpi.tools.report.read_runs import Run, read_ranks, read_run
+
+# What a run reached, higher is better. A run that diverged reached nothing.
+Score = tuple[float, float]
+NOTHING: Score = (-math.inf, -math.inf)
+# How many standard errors above guessing an accuracy has to be to count.
+ERRORS = 3.0
+PHASES = ("local", *CONSENSUS_PHASES)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How good a network is: the mean loss, and the accuracy as a fraction where it has one."""
+
+    accuracy: float | None
+    loss: float
+
+    @property
+    def score(self) -> Score:
+        """What is compared: accuracy, then how low the loss is; the loss alone without one."""
+        first = -self.loss if self.accuracy is None else self.accuracy
+        return first, -self.loss
+
+    @property
+    def shown(self) -> float:
+        """What tables show: the accuracy in percent, or the loss."""
+        return self.loss if self.accuracy is None else 100 * self.accuracy
+
+    def reaches(self, target: float) -> bool:
+        """Return whether it is at or above the accuracy `target`, or at or below that loss."""
+        return self.loss <= target if self.accuracy is None else self.accuracy >= target
+
+
+@dataclass(frozen=True)
+class Point(Quality):
+    """How good a run's network was when it was evaluated on data held out, and where it was.
+
+    `sent_bytes` had left a node, in `train_s` seconds of training; `compute_s` are those without
+    messages; files of before have none.
+    """
+
+    iteration: int
+    sent_bytes: int
+    train_s: float
+    compute_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Measured(Quality):
+    """What one run measured, as world rank 0 saw it; all sums are over the run.
+
+    `accuracy` and `loss` are on the data held out, of the network that is delivered (on the test
+    images in files of before). `samples` are those that steps were taken on, `extra_samples` those
+    that the method looked at besides, to decide what to prune. `payload_bytes` are operands that
+    one worker hands to collectives between nodes, masks included, `metadata_bytes` the part of them
+    that says where values belong; `sent_bytes` leave a node for them by ring algorithms. `sync_s`
+    is waiting for messages, `own_s` the method's own work, `local_s` forward, backward and step.
+    Exchanges run behind a part `hidden` of the computing.
+    """
+
+    samples: int
+    extra_samples: int
+    epochs: float
+    steps: int
+    payload_bytes: int
+    sent_bytes: int
+    metadata_bytes: int
+    sync_s: float
+    own_s: float
+    local_s: float
+    train_s: float
+    parameters: int
+    parameters_left: int
+    curve: tuple[Point, ...] = ()
+    hidden: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of a row: `measured` is None where it diverged or `failed`; `problem` then says how.
+
+    `point` is what it had of the row's grid, by the keys of a plan; `test` how good its network is
+    on test data, once the plan is revealed.
+    """
+
+    row: str
+    seed: int
+    lr: float
+    measured: Measured | None
+    problem: str = ""
+    point: Mapping[str, float | str] = field(default_factory=dict)
+    test: Quality | None = None
+    failed: bool = False
+
+    @property
+    def score(self) -> Score:
+        """What a choice goes by."""
+        return self.measured.score if self.measured else NOTHING
+
+    @property
+    def quality(self) -> Quality | None:
+        """How good it is on test data where that is known, else on those held out."""
+        return self.test or self.measured
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The trials of a row, in the order of its grid, and whether the best only guesses."""
+
+    row: str
+    runs: tuple[Outcome, ...]
+    chance: bool
+
+    @property
+    def best(self) -> int | None:
+        """The number of the best trial, of equal ones the first; None where all diverged."""
+        trained = [i for i, run in enumerate(self.runs) if run.score > NOTHING]
+        return max(trained, key=lambda i: self.runs[i].score, default=None)
+
+    @property
+    def at_edge(self) -> list[str]:
+        """What of the best trial is the lowest or the highest number that was tried."""
+        if self.best is None:
+            return []
+        best, found = self.runs[self.best].point, []
+        for key in best:
+            tried = {number_of(run.point[key]) for run in self.runs}
+            ends = () if None in tried or len(tried) == 1 else (min(tried), max(tried))
+            if number_of(best[key]) in ends:
+                found.append(key)
+        return found
+
+
+def number_of(value: float | str) -> float | None:
+    """Return the number that a value of a grid is, such as 1/4; None for words."""
+    with suppress(ValueError, ZeroDivisionError):
+        return float(Fraction(value))
+    return None
+
+
+def at_chance(quality: Quality, classes: int, images: int) -> bool:
+    """Return whether guessing among `classes` may reach that accuracy on so many images."""
+    if quality.accuracy is None:
+        return False
+    guess = 1 / classes
+    return quality.accuracy <= guess + ERRORS * math.sqrt(guess * (1 - guess) / images)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that tables and figures are made of.
+
+    `plan` is a digest of the plan, `protocol` what it says of tuning and seeds, `revealed` when the
+    test data were looked at, or "" where they were not; files of before have none of these, and
+    are of test images.
+    """
+
+    title: str
+    machine: Mapping[str, str]
+    rows: tuple[str, ...]
+    seeds: tuple[int, ...]
+    tunings: tuple[Tuning, ...]
+    outcomes: tuple[Outcome, ...]
+    notes: tuple[str, ...]
+    plan: str = ""
+    protocol: Mapping[str, Any] = field(default_factory=dict)
+    revealed: str = ""
+
+
+def by_row(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """Return the outcomes of each row, both in the order of `outcomes`."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.row, []).append(outcome)
+    return found
+
+
+def ended(runs: Sequence[Outcome]) -> list[Measured]:
+    """Return what those runs measured that ended."""
+    return [run.measured for run in runs if run.measured is not None]
+
+
+# --------------------------------------------------------------------------------------------------
+# From the folder of a run
+# --------------------------------------------------------------------------------------------------
+
+
+def read_measured(path: Path) -> Measured:
+    """Return what a complete run measured; raise UserError where its files can't be read."""
+    run = read_run(path)
+    try:
+        return measured_from(run)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path} is not of a run that can be compared ({error}); remove it to do it again",
+            UNREADABLE,
+        ) from None
+
+
+def measured_from(run: Run) -> Measured:
+    """Return what a complete run measured; raise KeyError or TypeError where it does not tell.
+
+    Messages are those of phases 1 to 5, votes and losses too, waiting for the slowest rank
+    included; what phases 2 to 5 do besides, coding too, is the method's own work.
+    """
+    summary, work, best = run.summary, run.summary["work"], run.summary["validation"]
+    messages = message_seconds(run)
+    rest = np.array([run.filled(f"seconds.{phase}") for phase in PHASES]) - messages
+    seconds, sent, compute = along(run, "seconds"), along(run, "bytes.sent"), rest.sum(0).cumsum()
+    accuracy = run.column("val_accuracy")
+    curve = tuple(
+        Point(
+            accuracy=None if np.isnan(accuracy[i]) else float(accuracy[i]),
+            loss=float(loss),
+            iteration=int(run.iterations[i]),
+            sent_bytes=int(sent[i]),
+            train_s=float(seconds[i]),
+            compute_s=float(compute[i]),
+        )
+        for i, loss in enumerate(run.column("val_loss"))
+        if np.isfinite(loss)
+    )
+    overlap, steps = int(run.setting("overlap-steps", 0)), work["steps"] / len(run.iterations)
+    return Measured(
+        accuracy=best.get("accuracy"),
+        loss=best["loss"],
+        **_known(Measured, work),
+        payload_bytes=summary["bytes"]["payload"] + summary["bytes"]["mask"],
+        sent_bytes=summary["bytes"]["sent"],
+        sync_s=float(messages.sum()),
+        own_s=float(rest[1:].sum()),
+        local_s=float(rest[0].sum()),
+        train_s=float(seconds[-1]),
+        parameters=summary["parameters"],
+        parameters_left=summary["parameters_kept"],
+        curve=curve,
+        hidden=min(1.0, max(0, overlap) / steps),
+    )
+
+
+def message_seconds(run: Run) -> np.ndarray:
+    """Return the seconds that rank 0 spent in messages, float64 [PHASES, outer iterations].
+
+    Where not every outer iteration has these, as of very many ranks, those of the last one count.
+    """
+    told = {
+        record.iteration: [float(record.exchange.get(phase, [0.0])[0]) for phase in PHASES]
+        for record in read_ranks(run.path)
+    }
+    found, last = [], [0.0] * len(PHASES)
+    for iteration in map(int, run.iterations):
+        last = told.get(iteration, last)
+        found.append(last)
+    return np.array(found).T
+
+
+# --------------------------------------------------------------------------------------------------
+# From JSON
+# --------------------------------------------------------------------------------------------------
+
+
+def read_comparison(path: str) -> Comparison:
+    """Return what --json of a comparison wrote, now or before; raise UserError."""
+    where = quote(path, 250)
+    try:
+        return comparison_from(json.loads(Path(path).read_text(encoding="utf-8"))["comparison"])
+    except OSError as error:
+        raise UserError(f"{where}: {error.strerror}", UNREADABLE) from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        raise UserError(f"{where} is not what --json of a comparison writes", UNREADABLE) from None
+
+
+def comparison_from(found: Mapping[str, Any]) -> Comparison:
+    """Return the comparison of which `asdict` made this; raise KeyError or TypeError otherwise."""
+    tunings = tuple(
+        Tuning(**{**tuning, "runs": tuple(map(outcome_from, tuning["runs"]))})
+        for tuning in found["tunings"]
+    )
+    made = {key: tuple(found.get(key, ())) for key in ("rows", "seeds", "notes")}
+    made |= {"tunings": tunings, "outcomes": tuple(map(outcome_from, found["outcomes"]))}
+    return Comparison(**{**_known(Comparison, found), **made})
+
+
+def outcome_from(found: Mapping[str, Any]) -> Outcome:
+    """Return the outcome of which `asdict` made this; raise KeyError or TypeError otherwise."""
+    measured, test = found["measured"], found.get("test")
+    if measured is not None:
+        curve = tuple(Point(**{"loss": math.nan, **point}) for point in measured["curve"])
+        measured = Measured(**{**_known(Measured, measured), "curve": curve})
+    made = {"measured": measured, "test": test and Quality(**test)}
+    return Outcome(**{**_known(Outcome, found), **made})
+
+
+def _known(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those entries that a dataclass has fields for: files of before have more."""
+    return {one.name: found[one.name] for one in fields(kind) if one.name in found}
