@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prunex_mpi.comm.gradients import GradientAverager, several_passes
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import RunContext, State
+from prunex_mpi.core.state import RunContext, State, forget_momentum_, starts_from_z
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import norm
 
@@ -34,6 +34,16 @@ def averaging(wire: Wire | None, context: RunContext) -> Iterator[GradientAverag
         yield averager
     finally:
         averager.close()
+
+
+def start_(context: RunContext) -> None:
+    """Set theta and momentum to where an outer iteration begins: z, or z_i where z is not there."""
+    state, settings, position = context.state, context.settings, context.state.position
+    if starts_from_z(state, settings):
+        alone = position.under_way or position.apart
+        state.theta.copy_(state.z_node if alone else state.z)
+    if settings.inner_momentum == "reset":
+        forget_momentum_(state)
 
 
 def begin_step_(state: State) -> None:

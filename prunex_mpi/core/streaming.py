@@ -16,7 +16,7 @@ from prunex_mpi.core.alike import holds_alike
 from prunex_mpi.core.exchange import exchange_, take_over_
 from prunex_mpi.core.loop import Round
 from prunex_mpi.core.schedule import Stage, local_steps, steps_behind
-from prunex_mpi.core.state import RunContext, State, forget_momentum_
+from prunex_mpi.core.state import RunContext, State, forget_momentum_, starts_from_z
 from prunex_mpi.core.statistics import average_in_node_
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO
@@ -87,9 +87,13 @@ def _average_part_(node: Wire, state: State, settings: Settings, place: slice) -
 def merge_(state: State, settings: Settings, place: slice) -> None:
     """Let theta go on from z, which has arrived behind local steps: theta += z - z_i.
 
+    Where theta does not start from z nothing is done.
+
     With a merging factor alpha (`diloco`) theta = alpha theta + (1 - alpha) z, as in Streaming
     DiLoCo.
     """
+    if not starts_from_z(state, settings):
+        return
     theta, z, z_node = (flat[place] for flat in (state.theta, state.z, state.z_node))
     alpha = settings.options.alpha if settings.method.outer_step else AUTO
     if alpha == AUTO:

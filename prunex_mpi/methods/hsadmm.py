@@ -40,55 +40,38 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires
-from prunex_mpi.core import admm, loop
-from prunex_mpi.core.alike import holds_alike, take_first_
-from prunex_mpi.core.evaluation import LASTING, PASSING, check_divergence
-from prunex_mpi.core.exchange import arrive_, exchange_, take_over_
-from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
+from prunex_mpi.core import (
+    admm,
+    alike,
+    evaluation,
+    exchange,
+    loop,
+    mask_agreement,
+    schedule,
+    scores,
+    statistics,
+    steps,
+    streaming,
+)
 from prunex_mpi.core.removal import remove_dropped_
-from prunex_mpi.core.schedule import Stage, find_stage, local_steps, may_stop, note_drift_
-from prunex_mpi.core.scores import scored, watch_
 from prunex_mpi.core.state import (
-    KNOWN,
     RunContext,
     State,
     adopt_mask,
-    forget_momentum_,
     freeze,
-    starts_from_z,
     wires_of,
-)
-from prunex_mpi.core.statistics import average_in_node_, find_reference_
-from prunex_mpi.core.steps import (
-    Rounds,
-    add_loss_,
-    averaging,
-    begin_losses_,
-    begin_step_,
-    clip_,
-    finish_average_,
-    step_optimizer_,
-    stops_here,
-)
-from prunex_mpi.core.streaming import (
-    arrival_step,
-    goes_in_parts,
-    merge_,
-    part_after_step,
-    send_part_,
 )
 from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.methods.flat_consensus import agree_on_z
-from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import squared_distances
 from prunex_mpi.pruning import masks
 from prunex_mpi.settings.fields import Settings
 
 
-def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
+def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
     """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
-    Between them it yields wherever it needs the gradient of the next local step, see `Rounds`.
+    Between them it yields wherever it needs the gradient of the next local step (`steps.Rounds`).
     Collective on `topology.world`: every rank must exhaust the generator, which ends early, between
     two local steps, where the ranks agree to stop. Of `seconds`, `intra` counts waiting for the
     node's gradients as well. Between two records the state is all there is to know. Raises Diverged
@@ -100,11 +83,11 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
     node = wires.node
     own = exchange_of(method)(wires, context) if method.own_exchange else None
     each_step = method.nodes and settings.node_sync == "step"
-    with averaging(node if each_step else None, context) as averager:
+    with steps.averaging(node if each_step else None, context) as averager:
         for this in loop.rounds(context):
             measured = loop.measures_residuals(context, this)
-            stage = find_stage(this.k, settings, state.frozen, position, measured)
-            parted = goes_in_parts(context, this, stage)
+            stage = schedule.find_stage(this.k, settings, state.frozen, position, measured)
+            parted = streaming.goes_in_parts(context, this, stage)
             apart = this.k % every > 0 and not loop.needs_z(context, this, stage)
             if apart:
                 stage = replace(stage, choose=False)
@@ -112,19 +95,19 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
                 loss = yield from local_computation(averager, context, wires if parted else None)
                 if loss is None:
                     return
-                check_divergence(topology, context, loss)
+                evaluation.check_divergence(topology, context, loss)
             loop.split_local(context, this, waiting="intra")
             behind = not apart and loop.goes_behind(context, this, stage)
             moved_node = moved = None
             with loop.phase(context, this, "intra"):
-                find_reference_(wires, state)
+                statistics.find_reference_(wires, state)
                 if method.nodes and not parted:
                     z_tilde = intra_node_consensus(node, state, settings)
             if method.flat:
                 moved_node, moved = agree_on_z(wires, context, this, stage)
             elif parted:
                 with loop.phase(context, this, "inter"):
-                    send_part_(wires, context, settings.fragments, behind)
+                    streaming.send_part_(wires, context, settings.fragments, behind)
             else:
                 with loop.phase(context, this, "project"):
                     moved_node = project(wires.workers, node, state, settings, z_tilde, stage)
@@ -133,7 +116,9 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
                 position.apart = apart
                 with loop.phase(context, this, "inter"):
                     if apart:
-                        stay_apart_(state)
+                        # z_i, on the mask in force; z and v are those of the last exchange.
+                        state.mask.apply_(state.z_node)
+                        statistics.keep_own_(state)
                     elif own is not None:
                         own.exchange_(state.z)
                     else:
@@ -143,7 +128,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
                 this.residuals.update(admm.own_residuals(norms, state))
                 residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
 
-            settles = admm.converges(residuals) and may_stop(stage, settings, state.frozen)
+            settles = admm.converges(residuals) and schedule.may_stop(stage, settings, state.frozen)
             # A union may hold more groups than allowed: vote once more before stopping.
             position.vote_next, converged = settles and stage.union, settles and not stage.union
             yield end_iteration(topology, context, this, stage, loss, residuals, converged)
@@ -171,18 +156,14 @@ def local_computation(
     """
     state, settings, position = context.state, context.settings, context.state.position
     started = time.perf_counter()
-    begin_losses_(state)
+    steps.begin_losses_(state)
     if position.step == 0:
-        if stops_here(context, started):
+        if steps.stops_here(context, started):
             return None
         remove_dropped_(context, averager)
         # A part of z is taken over as soon as it has been sent.
         if not position.part:
-            if starts_from_z(state, settings):
-                alone = position.under_way or position.apart
-                state.theta.copy_(state.z_node if alone else state.z)
-            if settings.inner_momentum == "reset":
-                forget_momentum_(state)
+            steps.start_(context)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     state.optimizer.set_decay_(settings.weight_decay if in_theta else 0.0)
     if not state.consensus_sgd:
@@ -194,35 +175,35 @@ def local_computation(
             # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
             mask_weights_ = state.mask.applying(state.theta)
     context.problem.model.train()
-    steps = local_steps(context)
-    while position.step < steps:
-        if position.step and stops_here(context, started):
+    count = schedule.local_steps(context)
+    while position.step < count:
+        if position.step and steps.stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
-        if position.under_way and position.step >= arrival_step(context):
+        if position.under_way and position.step >= streaming.arrival_step(context):
             z_arrives(context)
-        begin_step_(state)
+        steps.begin_step_(state)
         loss = yield averager
-        finish_average_(context, averager)
+        steps.finish_average_(context, averager)
         state.scaler.unscale_(state.optimizer.optimizer)
-        watch_(context)
+        scores.watch_(context)
         if mask_grad_ and settings.clip_grad:
             mask_grad_()
-        clip_(context)
+        steps.clip_(context)
         if not state.consensus_sgd:
             admm.add_pull_(state)
         if mask_grad_:
             mask_grad_()
-        step_optimizer_(context)
+        steps.step_optimizer_(context)
         if mask_weights_:
             mask_weights_()
-        add_loss_(context, loss)
+        steps.add_loss_(context, loss)
         position.step += 1
-        if wires is not None and (number := part_after_step(context)):
+        if wires is not None and (number := streaming.part_after_step(context)):
             if position.under_way:
                 z_arrives(context)
             with position.clock.between_steps(state.theta.device):
-                send_part_(wires, context, number, behind=context.behind is not None)
+                streaming.send_part_(wires, context, number, behind=context.behind is not None)
     if position.under_way:
         z_arrives(context)
     return float(state.losses[0] / state.losses[1])
@@ -242,7 +223,7 @@ def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor
     `node.comm`.
     """
     ranks = node.comm.size
-    average_in_node_(node, state)
+    statistics.average_in_node_(node, state)
     decay = admm.decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
     if settings.node_sync == "step" or ranks == 1:
         z_tilde = admm.weigh_candidate(state, decay, 1)
@@ -258,9 +239,9 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
 
     Else the leader's theta and u become everyone's. Collective on `node.comm`.
     """
-    if node.comm.size == 1 or holds_alike(node, state, state.scratch, state.spare):
+    if node.comm.size == 1 or alike.holds_alike(node, state, state.scratch, state.spare):
         return
-    take_first_(node, state, "of a node")
+    alike.take_first_(node, state, "of a node")
     admm.weigh_candidate(state, decay, 1)
 
 
@@ -270,7 +251,12 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
 
 
 def project(
-    leader: Wire, node: Wire, state: State, settings: Settings, z_tilde: Tensor, stage: Stage
+    leader: Wire,
+    node: Wire,
+    state: State,
+    settings: Settings,
+    z_tilde: Tensor,
+    stage: schedule.Stage,
 ) -> np.ndarray | None:
     """Set z_i to the projection of z_tilde (Eq. 10), whose memory it takes over.
 
@@ -282,11 +268,12 @@ def project(
     """
     if stage.choose:
         bits = state.mask.bits
-        weighed = scored(leader, node, state, settings, z_tilde)
+        weighed = scores.scored(leader, node, state, settings, z_tilde)
         if leader.is_member and stage.vote:
-            bits = agree_by_vote(leader, weighed, state, stage.strict, node.comm.size)
+            chosen = weighed, state, stage.strict
+            bits = mask_agreement.agree_by_vote(leader, *chosen, node.comm.size)
         elif leader.is_member:
-            bits = project_locally(weighed, state, stage.strict)
+            bits = mask_agreement.project_locally(weighed, state, stage.strict)
         bits = node.broadcast_bits(bits)
         if stage.vote:
             adopt_mask(state, bits)
@@ -305,7 +292,7 @@ def project(
 
 
 def inter_node_consensus(
-    wires: Wires, context: RunContext, stage: Stage, behind: bool
+    wires: Wires, context: RunContext, stage: schedule.Stage, behind: bool
 ) -> np.ndarray | None:
     """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere (Eq. 11).
 
@@ -317,27 +304,16 @@ def inter_node_consensus(
     """
     state, leader, node = context.state, wires.workers, wires.node
     if stage.union:
-        mask = agree_by_or(leader, state.mask.bits) if leader.is_member else state.mask.bits
-        adopt_mask(state, node.broadcast_bits(mask))
+        bits = state.mask.bits
+        if leader.is_member:
+            bits = mask_agreement.agree_by_or(leader, bits)
+        adopt_mask(state, node.broadcast_bits(bits))
     whole, settings = state.message.fragment(), context.settings
-    exchange_(wires, state, settings.payload, whole, context.behind if behind else None)
+    exchange.exchange_(wires, state, settings.payload, whole, context.behind if behind else None)
     if behind:
         return None
-    take_over_(state, settings, whole, state.position.iteration, freezes=stage.freeze)
+    exchange.take_over_(state, settings, whole, state.position.iteration, freezes=stage.freeze)
     return squared_distances(state.z, state.last_z, state.layout) if stage.measured else None
-
-
-def stay_apart_(state: State) -> None:
-    """Finish an outer iteration without an exchange: z_i, on the mask in force, and statistics.
-
-    Both are the node's own; z and v are those of the last exchange. Does not communicate.
-    """
-    state.mask.apply_(state.z_node)
-    if state.alone:
-        batchnorm.read_plain_(state.bn_modules, state.stats)
-        return
-    batchnorm.as_plain_(state.bn_modules, state.stats, state.memory[KNOWN])
-    batchnorm.write_plain(state.bn_modules, state.stats)
 
 
 def z_arrives(context: RunContext) -> None:
@@ -348,9 +324,8 @@ def z_arrives(context: RunContext) -> None:
         context.behind.finish()
         clock.late += time.perf_counter() - started
     settings = context.settings
-    fragment = arrive_(state, settings, behind=True)
-    if starts_from_z(state, settings):
-        merge_(state, settings, fragment.place)
+    fragment = exchange.arrive_(state, settings, behind=True)
+    streaming.merge_(state, settings, fragment.place)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
         admm.update_rho2(state, settings)
@@ -383,7 +358,7 @@ def end_iteration(
     topology: Topology,
     context: RunContext,
     this: loop.Round,
-    stage: Stage,
+    stage: schedule.Stage,
     loss: float,
     residuals: admm.Residuals | None,
     converged: bool,
@@ -392,13 +367,14 @@ def end_iteration(
     state, settings = context.state, context.settings
     method = settings.method
     if method.consensus:
-        note_drift_(state.position, stage, settings, masks.mask_drift(state.mask.bits, this.mask))
+        drift = masks.mask_drift(state.mask.bits, this.mask)
+        schedule.note_drift_(state.position, stage, settings, drift)
     # Once theta is trained on a support that stays, and longer than averages remember, they fit z.
     # Where nobody was trained with z, they are estimated when it is looked at.
     moves = stage.choose or not (state.frozen or method.prunes_once)
-    estimate = PASSING if settings.bn == "recalibrate" and moves else ""
+    estimate = evaluation.PASSING if settings.bn == "recalibrate" and moves else ""
     if estimate and (stage.freeze or this.last or converged):
-        estimate = LASTING
+        estimate = evaluation.LASTING
     ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
     record = loop.finish_round(topology, context, this, loss, **ended)
     if not state.consensus_sgd:

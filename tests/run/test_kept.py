@@ -14,9 +14,9 @@ from mpi4py import MPI
 
 from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm import topology as comm
+from prunex_mpi.core import statistics
 from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.data.batches import BatchStream
-from prunex_mpi.methods import hsadmm
 from prunex_mpi.run import supervision
 from prunex_mpi.run.kept import Kept, begin, keep, put_back, take_work_out
 
@@ -54,7 +54,7 @@ def train_until_lost(topology, case, monkeypatch):
             raise Lost
         find_reference_(*given)
 
-    monkeypatch.setattr(hsadmm, "find_reference_", fail_in_the_third)
+    monkeypatch.setattr(statistics, "find_reference_", fail_in_the_third)
     kept = Kept(run.settings)
     begin(topology, run.context, "", kept)
     kept.context = run.context

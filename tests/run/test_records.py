@@ -13,7 +13,7 @@ from small_runs import SCENARIOS, small_run
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.methods import hsadmm
+from prunex_mpi.core import exchange
 from prunex_mpi.run import supervision
 from prunex_mpi.run.supervision import RankRecords, outer_iterations
 
@@ -125,14 +125,14 @@ def test_who_waits_for_a_late_rank_does_not_seem_to_work(scenario, late, changes
 
 @pytest.mark.mpi(min_size=2)
 def test_who_works_long_does_not_seem_to_wait(monkeypatch):
-    slow, real = WORLD.size - 1, hsadmm.take_over_
+    slow, real = WORLD.size - 1, exchange.take_over_
 
     def take_over_(*arguments: Any, **options: Any) -> None:
         if slow == WORLD.rank:
             time.sleep(DELAY_S)
         real(*arguments, **options)
 
-    monkeypatch.setattr(hsadmm, "take_over_", take_over_)
+    monkeypatch.setattr(exchange, "take_over_", take_over_)
     with nodes_of(2) as topology:
         _, row = next(drive(topology, "recipe"))
         if row is None:

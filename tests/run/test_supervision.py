@@ -22,9 +22,9 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm import preemption
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core import evaluation
+from prunex_mpi.core import evaluation, steps
 from prunex_mpi.data import image_files
-from prunex_mpi.methods import hsadmm, per_step
+from prunex_mpi.methods import per_step
 from prunex_mpi.run import job, supervision
 from prunex_mpi.run.start import look_at_model
 from prunex_mpi.run.supervision import Checkpoints
@@ -52,7 +52,7 @@ def test_a_divergence_ends_the_run(tmp_path, monkeypatch, capfd):
     def refuse(topology, context, loss: float) -> None:
         real(topology, context, float("nan") if context.state.position.iteration == 4 else loss)
 
-    monkeypatch.setattr(hsadmm, "check_divergence", refuse)
+    monkeypatch.setattr(evaluation, "check_divergence", refuse)
     assert run(tmp_path / "run") == 1
     text = capfd.readouterr().err
     assert "not finite in phase local of outer iteration 4" in text
@@ -90,7 +90,7 @@ def test_a_loss_that_explodes_is_a_divergence(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("method", "driver"), [("prunex", hsadmm), ("one-shot", hsadmm), ("dense", per_step)]
+    ("method", "driver"), [("prunex", evaluation), ("one-shot", evaluation), ("dense", per_step)]
 )
 def test_what_was_trained_before_may_lose_more_than_at_first(
     tmp_path, monkeypatch, capfd, method, driver
@@ -121,7 +121,7 @@ def test_ctrl_c_leaves_with_a_checkpoint(tmp_path, monkeypatch, capfd):
             os.kill(os.getpid(), signal.SIGINT)
         real(topology, context, loss)
 
-    monkeypatch.setattr(hsadmm, "check_divergence", interrupt)
+    monkeypatch.setattr(evaluation, "check_divergence", interrupt)
     before = signal.getsignal(signal.SIGINT)
     assert run(tmp_path / "run", "--outer-iterations", "60") == 75
     assert signal.getsignal(signal.SIGINT) == before
@@ -133,7 +133,7 @@ def test_ctrl_c_leaves_with_a_checkpoint(tmp_path, monkeypatch, capfd):
 
 def test_a_run_is_not_left_with_what_has_diverged(tmp_path, monkeypatch, capfd):
     """Asked to leave in the steps that diverge, it ends as it would have."""
-    real, left = hsadmm.step_optimizer_, [1]
+    real, left = steps.step_optimizer_, [1]
 
     def step(context) -> None:
         real(context)
@@ -143,7 +143,7 @@ def test_a_run_is_not_left_with_what_has_diverged(tmp_path, monkeypatch, capfd):
             context.state.theta.fill_(float("nan"))
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    monkeypatch.setattr(hsadmm, "step_optimizer_", step)
+    monkeypatch.setattr(steps, "step_optimizer_", step)
     monkeypatch.setattr(preemption, "PERIOD_S", 0.0)
     code = run(tmp_path / "run", "--checkpoint-every", "1", "--local-steps", "4")
     assert "not finite in phase local of outer iteration 3" in capfd.readouterr().err
