@@ -13,20 +13,18 @@ import readme_tables
 import settings_table
 from launch import environment, run_job, train
 
-from prunex_mpi import report
+from prunex_mpi import doctor, export, report
 from prunex_mpi.__main__ import PROGRAMS
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.record_keys import KINDS, PHASES, RESIDUALS
 from prunex_mpi.config import cli
 from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.config.resolve import concerns
-from prunex_mpi.diagnosis import options as doctor
 from prunex_mpi.research import bench, figures
 from prunex_mpi.research import plan as compare
 from prunex_mpi.research.outcomes import by_row, read_comparison
 from prunex_mpi.run import relaunch as elastic
 from prunex_mpi.tools import evaluate_options as evaluate
-from prunex_mpi.tools import export_options as export
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"
@@ -396,6 +394,9 @@ def shortened(arguments: list[str]) -> list[str]:
             dropping = word in DROPPED
         if not dropping:
             kept.append(word)
+    if "text" in kept and kept[(at := kept.index("text")) - 1] == "--preset":
+        # It is refused for images.
+        del kept[at - 1 : at + 1]
     named = kept[kept.index("--method") + 1] if "--method" in kept else "prunex"
     short = {f: x for f, x in SHORT.items() if concerns(f[2:].replace("-", "_"), METHODS[named])}
     return [*kept, *(word for item in short.items() for word in item)]
