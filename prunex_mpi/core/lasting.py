@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.comm.agreement import broadcast_json, run_collectively_while
-from prunex_mpi.comm.collectives import allreduce_
+from prunex_mpi.comm.collectives import allreduce_, broadcast_tensor_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.admm import update_rho2
-from prunex_mpi.core.broadcast import broadcast_tensor_
 from prunex_mpi.core.evaluation import BEST, BEST_STATS, EMA, EMA_STATS
 from prunex_mpi.core.exchange import arrive_
 from prunex_mpi.core.state import (

@@ -23,7 +23,7 @@ from prunex_mpi.core.evaluation import (
     memory_of_ema,
 )
 from prunex_mpi.core.lasting import BUFFER, FIXED, MESSAGE, PARAMETERS, STATISTICS, lasting
-from prunex_mpi.core.scores import memory_of_scores
+from prunex_mpi.core.mask_choice import memory_of_scores
 from prunex_mpi.core.state import RunContext, State, build_state
 from prunex_mpi.models.layout import build_layout, trained_parameters
 from prunex_mpi.models.standalone import Sizes, fill_, resize_

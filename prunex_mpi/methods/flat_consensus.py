@@ -22,7 +22,7 @@ from prunex_mpi.comm.wire import Wires
 from prunex_mpi.core import admm
 from prunex_mpi.core.exchange import exchange_, take_over_
 from prunex_mpi.core.loop import Round, phase
-from prunex_mpi.core.mask_agreement import project_locally
+from prunex_mpi.core.mask_choice import project_locally
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.core.state import KNOWN, RunContext, State, adopt_mask, freeze
 from prunex_mpi.models import batchnorm

@@ -46,12 +46,10 @@ from prunex_mpi.core import (
     evaluation,
     exchange,
     loop,
-    mask_agreement,
+    mask_choice,
     schedule,
-    scores,
     statistics,
     steps,
-    streaming,
 )
 from prunex_mpi.core.removal import remove_dropped_
 from prunex_mpi.core.state import (
@@ -87,7 +85,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
         for this in loop.rounds(context):
             measured = loop.measures_residuals(context, this)
             stage = schedule.find_stage(this.k, settings, state.frozen, position, measured)
-            parted = streaming.goes_in_parts(context, this, stage)
+            parted = exchange.goes_in_parts(context, this, stage)
             apart = this.k % every > 0 and not loop.needs_z(context, this, stage)
             if apart:
                 stage = replace(stage, choose=False)
@@ -107,7 +105,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
                 moved_node, moved = agree_on_z(wires, context, this, stage)
             elif parted:
                 with loop.phase(context, this, "inter"):
-                    streaming.send_part_(wires, context, settings.fragments, behind)
+                    exchange.send_part_(wires, context, settings.fragments, behind)
             else:
                 with loop.phase(context, this, "project"):
                     moved_node = project(wires.workers, node, state, settings, z_tilde, stage)
@@ -150,7 +148,7 @@ def local_computation(
     collective on its communicator). Consensus SGD starts from z and has no proximal term. Where an
     exchange is under way the node goes on from its own z_i, and z arrives after some of the steps.
     With `wires` all parts of the message but the last are sent between the steps, see
-    `core/streaming.py` (then collective on their communicators). Yields the averager where it needs
+    `core/exchange.py` (then collective on their communicators). Yields the averager where it needs
     the next gradient (`core/steps.py`). Returns None where the ranks agree
     to stop, before the step at which `position` then is.
     """
@@ -180,13 +178,13 @@ def local_computation(
         if position.step and steps.stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
-        if position.under_way and position.step >= streaming.arrival_step(context):
+        if position.under_way and position.step >= exchange.arrival_step(context):
             z_arrives(context)
         steps.begin_step_(state)
         loss = yield averager
         steps.finish_average_(context, averager)
         state.scaler.unscale_(state.optimizer.optimizer)
-        scores.watch_(context)
+        mask_choice.watch_(context)
         if mask_grad_ and settings.clip_grad:
             mask_grad_()
         steps.clip_(context)
@@ -199,11 +197,11 @@ def local_computation(
             mask_weights_()
         steps.add_loss_(context, loss)
         position.step += 1
-        if wires is not None and (number := streaming.part_after_step(context)):
+        if wires is not None and (number := exchange.part_after_step(context)):
             if position.under_way:
                 z_arrives(context)
             with position.clock.between_steps(state.theta.device):
-                streaming.send_part_(wires, context, number, behind=context.behind is not None)
+                exchange.send_part_(wires, context, number, behind=context.behind is not None)
     if position.under_way:
         z_arrives(context)
     return float(state.losses[0] / state.losses[1])
@@ -268,12 +266,12 @@ def project(
     """
     if stage.choose:
         bits = state.mask.bits
-        weighed = scores.scored(leader, node, state, settings, z_tilde)
+        weighed = mask_choice.scored(leader, node, state, settings, z_tilde)
         if leader.is_member and stage.vote:
             chosen = weighed, state, stage.strict
-            bits = mask_agreement.agree_by_vote(leader, *chosen, node.comm.size)
+            bits = mask_choice.agree_by_vote(leader, *chosen, node.comm.size)
         elif leader.is_member:
-            bits = mask_agreement.project_locally(weighed, state, stage.strict)
+            bits = mask_choice.project_locally(weighed, state, stage.strict)
         bits = node.broadcast_bits(bits)
         if stage.vote:
             adopt_mask(state, bits)
@@ -306,7 +304,7 @@ def inter_node_consensus(
     if stage.union:
         bits = state.mask.bits
         if leader.is_member:
-            bits = mask_agreement.agree_by_or(leader, bits)
+            bits = mask_choice.agree_by_or(leader, bits)
         adopt_mask(state, node.broadcast_bits(bits))
     whole, settings = state.message.fragment(), context.settings
     exchange.exchange_(wires, state, settings.payload, whole, context.behind if behind else None)
@@ -325,7 +323,7 @@ def z_arrives(context: RunContext) -> None:
         clock.late += time.perf_counter() - started
     settings = context.settings
     fragment = exchange.arrive_(state, settings, behind=True)
-    streaming.merge_(state, settings, fragment.place)
+    exchange.merge_(state, settings, fragment.place)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
         admm.update_rho2(state, settings)

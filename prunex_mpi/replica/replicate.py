@@ -20,16 +20,15 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import require_same, run_collectively
 from prunex_mpi.comm.async_exchange import exchanging_behind
-from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, build_transport
+from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, broadcast_weights_, build_transport
 from prunex_mpi.comm.lockstep import Lockstep
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.config.resolve import to_toml
-from prunex_mpi.core.broadcast import broadcast_weights_
 from prunex_mpi.core.evaluation import statistics_of_z
 from prunex_mpi.core.grouping import choose_rules, make_groups
+from prunex_mpi.core.mask_choice import memory_of_scores
 from prunex_mpi.core.optimizer import OptimizerMemory
 from prunex_mpi.core.schedule import steps_taken
-from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import Problem, RunContext, State, build_state, weights
 from prunex_mpi.core.threads import set_threads
 from prunex_mpi.methods.exchanges import check_workers, memory_of

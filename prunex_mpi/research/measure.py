@@ -36,7 +36,7 @@ from prunex_mpi.compress.quantise import (
 from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.admm import find_residuals
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.mask_agreement import project_locally
+from prunex_mpi.core.mask_choice import project_locally
 from prunex_mpi.core.state import State, adopt_mask, build_state, wires_of
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.inputs import Images

@@ -25,9 +25,8 @@ from prunex_mpi.comm.agreement import (
     run_collectively_while,
     run_on_first,
 )
-from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.collectives import Transport, broadcast_weights_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.broadcast import broadcast_weights_
 from prunex_mpi.core.evaluation import evaluate
 from prunex_mpi.core.losses import Teacher
 from prunex_mpi.core.metrics import quality

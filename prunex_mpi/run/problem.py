@@ -10,9 +10,8 @@ import torch
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import digests_agree, run_collectively
-from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.collectives import Transport, broadcast_weights_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.broadcast import broadcast_weights_
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Problem

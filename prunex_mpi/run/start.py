@@ -35,10 +35,10 @@ from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.grouping import choose_rules, make_groups
 from prunex_mpi.core.losses import find_losses
+from prunex_mpi.core.mask_choice import memory_of_scores
 from prunex_mpi.core.metrics import prunable_and_kept
-from prunex_mpi.core.muon import describe_muon
+from prunex_mpi.core.optimizer import describe_muon
 from prunex_mpi.core.schedule import total_steps
-from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.core.threads import set_threads
 from prunex_mpi.data.datasets import Dataset

@@ -12,8 +12,13 @@ from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.muon import describe_muon, hidden_matrices, orthogonalise
-from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
+from prunex_mpi.core.optimizer import (
+    OptimizerMemory,
+    build_optimizer,
+    describe_muon,
+    hidden_matrices,
+    orthogonalise,
+)
 from prunex_mpi.models.layout import build_layout, flatten_
 
 

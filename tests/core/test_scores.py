@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from prunex_mpi.config.resolve import BY_NAME
-from prunex_mpi.core.scores import SENSITIVITY, watch_
+from prunex_mpi.core.mask_choice import SENSITIVITY, watch_
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import find_coupling

@@ -18,7 +18,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from prunex_mpi import train
-from prunex_mpi.core import streaming
+from prunex_mpi.core import exchange
 from prunex_mpi.methods import hsadmm, per_step
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -55,7 +55,7 @@ def counted(real):
 
 
 hsadmm.inter_node_consensus = counted(hsadmm.inter_node_consensus)
-streaming.send_part_ = counted(streaming.send_part_)
+exchange.send_part_ = counted(exchange.send_part_)
 per_step.average_gradient_ = counted(per_step.average_gradient_)
 status = train.main(sys.argv[2:])
 for node in nodes:

@@ -19,7 +19,7 @@ from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire, Wires, find_wires
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.scores import memory_of_scores
+from prunex_mpi.core.mask_choice import memory_of_scores
 from prunex_mpi.core.state import Problem, RunContext, build_state
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods.exchanges import exchange_of, memory_of

@@ -12,7 +12,7 @@ from reference_streaming import simulate_in_parts
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core import streaming
+from prunex_mpi.core import exchange
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -100,7 +100,7 @@ def test_as_many_bytes_leave_as_at_once_and_no_more_than_a_part_between_two_step
 ):
     """In any window of a third of an outer iteration leaves about a third of the message."""
     found, sent = {}, []
-    real = streaming.exchange_
+    real = exchange.exchange_
 
     def noted(wires, state, *rest):
         before = state.position.traffic.payload
@@ -111,7 +111,7 @@ def test_as_many_bytes_leave_as_at_once_and_no_more_than_a_part_between_two_step
     for fragments in (1, 3):
         settings = make(**COMMON, method="diloco", payload=payload, fragments=fragments)
         with nodes_of(1) as topology, monkeypatch.context() as patched:
-            patched.setattr(streaming, "exchange_", noted)
+            patched.setattr(exchange, "exchange_", noted)
             stream = RandomStream(WORLD.rank, torch.float64)
             runs = run_driver(topology, settings, new_net(), stream, STEPS)
             found[fragments] = [record["bytes"] for record, _ in runs]

@@ -35,7 +35,7 @@ from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.scores import SENSITIVITY, memory_of_scores
+from prunex_mpi.core.mask_choice import SENSITIVITY, memory_of_scores
 from prunex_mpi.core.state import (
     CODED,
     KNOWN,

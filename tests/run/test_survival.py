@@ -31,7 +31,7 @@ BEHIND = ["--payload", "int4", "--overlap-steps", "1", "--evaluate-every", "4"]
 PLACES = {
     "start": ("prunex_mpi.run.job:load_dataset", []),
     "step": ("prunex_mpi.core.steps:step_optimizer_", []),
-    "masks": ("prunex_mpi.core.mask_agreement:agree_by_vote", []),
+    "masks": ("prunex_mpi.core.mask_choice:agree_by_vote", []),
     "message": ("prunex_mpi.core.exchange:pack_", []),
     "helper": ("prunex_mpi.core.message:Message.sum_", [*BEHIND, "--method", "diloco"]),
     "evaluation": ("prunex_mpi.core.evaluation:judge", []),

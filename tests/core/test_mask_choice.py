@@ -10,7 +10,7 @@ from nodes import NODE_SHAPES, nodes_of
 from torch import nn
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.mask_agreement import agree_by_or, agree_by_vote, project_locally
+from prunex_mpi.core.mask_choice import agree_by_or, agree_by_vote, project_locally
 from prunex_mpi.core.state import State, build_state
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Selection, find_groups

@@ -1,0 +1,133 @@
+"""The choice of the mask: scores of groups, and agreement over the leaders by one message.
+
+Score `gates`: coupled groups are kept by how the loss depends on a factor on their channel.
+
+With W a weight of theta and G_t its gradient at local step t of the outer iteration (for methods
+that prune once: of the last epoch), the score of a group is sum_t (sum G_t W)^2, the inner sum over
+the weights that read the channel (`pruning/projection.py`): the Fisher information of a factor on
+the channel (Theis et al. 2018; Molchanov et al. 2019). Where layers share one budget, it is divided
+by the group's cost. All scores are in the unit of the squared loss, so a budget of the whole model
+can compare them between layers.
+
+The gradients are those of the local steps, at the cost of one more pass over the parameters. Each
+node scores by its own gradients; where its ranks do not average them at each step it takes the mean
+of the ranks' sums.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpi4py import MPI
+
+from prunex_mpi.comm.wire import Wire
+from prunex_mpi.core.state import EACH, RunContext, State
+from prunex_mpi.pruning.groups import Selection
+from prunex_mpi.pruning.masks import build_factors
+from prunex_mpi.pruning.projection import gate_gradients, group_energies, select
+from prunex_mpi.settings.fields import Settings
+
+
+def project_locally(flat: Tensor, state: State, strict: float) -> np.ndarray:
+    """Return the support of the projection of `flat`, of `scored`; kinds one after the other."""
+    mask = np.ones(state.groups.total, dtype=bool)
+    for selections in state.groups.kinds:
+        energies = _energies_left(flat, state, selections, mask).numpy()
+        chosen = select(energies, selections, strict, state.groups)
+        mask[selections[0].start : selections[-1].stop] = chosen
+    return mask
+
+
+def agree_by_vote(
+    leader: Wire, flat: Tensor, state: State, strict: float, node_size: int
+) -> np.ndarray:
+    """Return the shared mask that keeps the most of sum_i P_i |z~_i,g|^2, alike on every leader.
+
+    Per kind of group: Reduce SUM of one float per group to the first leader, which decides alone
+    and broadcasts packed bits. `flat` is as in `project_locally`, `node_size` is P_i. Collective on
+    `leader.comm`.
+    """
+    mask = np.ones(state.groups.total, dtype=bool)
+    for selections in state.groups.kinds:
+        energies = _energies_left(flat, state, selections, mask)
+        energies *= node_size
+        leader.reduce_to_first_(energies, kind="mask")
+        chosen = np.zeros(energies.shape, dtype=bool)
+        if leader.comm.rank == 0:
+            chosen = select(energies.numpy(), selections, strict, state.groups)
+        chosen = leader.broadcast_bits(chosen, "mask")
+        mask[selections[0].start : selections[-1].stop] = chosen
+    return mask
+
+
+def agree_by_or(leader: Wire, mask: np.ndarray) -> np.ndarray:
+    """Return the union of the leaders' masks (Eq. 14), as bits. Collective on `leader.comm`."""
+    bits = torch.from_numpy(np.packbits(mask))
+    leader.reduce_(bits, MPI.BOR, kind="mask")
+    return np.unpackbits(bits.numpy(), count=mask.size).astype(bool)
+
+
+def _energies_left(
+    flat: Tensor, state: State, selections: tuple[Selection, ...], mask: np.ndarray
+) -> Tensor:
+    if state.groups.by_gate:
+        return flat.to("cpu", copy=True)
+    # Groups of a further kind are chosen among what the kinds before it left.
+    first = selections is state.groups.kinds[0]
+    factors = () if first else build_factors(mask, state.groups, flat.device, flat.dtype)
+    return group_energies(flat, state.layout, state.groups, selections, factors)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scores
+# --------------------------------------------------------------------------------------------------
+
+
+# The sum of squared gate gradients, one per group.
+SENSITIVITY = f"{EACH}sensitivity"
+
+
+def memory_of_scores(settings: Settings, state: State) -> dict[str, Tensor]:
+    """Allocate what gradients are added up in, where the score looks at them."""
+    if not settings.method.prunes_groups or settings.score == "magnitude":
+        return {}
+    return {SENSITIVITY: state.theta.new_zeros(state.groups.total)}
+
+
+def watch_(context: RunContext) -> None:
+    """Add the squared gate gradients of the unscaled `grad`, in outer iterations that choose masks.
+
+    Methods that prune once sum over the epoch before they do.
+    """
+    state, settings, position = context.state, context.settings, context.state.position
+    if SENSITIVITY not in state.memory or state.frozen:
+        return
+    k, first, last = position.iteration, settings.warmup_iterations + 1, position.iteration
+    begins = position.step == 0
+    if settings.method.prunes_once:
+        last = settings.options.prune_iteration
+        first = max(
+            1, last + 1 - -(-context.problem.train.steps_per_epoch // context.problem.steps)
+        )
+        begins = begins and k == first
+    if not first <= k <= last:
+        return
+    total = state.memory[SENSITIVITY]
+    if begins:
+        total.zero_()
+    by_gate = gate_gradients(state.grad, state.theta, state.layout, state.groups)
+    total.add_(by_gate.square_())
+
+
+def scored(leader: Wire, node: Wire, state: State, settings: Settings, candidate: Tensor) -> Tensor:
+    """Return what groups are scored by: `candidate`, or on leaders the scores of `gates`, [groups].
+
+    With `--node-sync outer` the ranks' sums are averaged first: then collective on `node.comm`.
+    """
+    if SENSITIVITY not in state.memory:
+        return candidate
+    total = state.memory[SENSITIVITY]
+    if settings.node_sync == "outer":
+        node.reduce_(total)
+        total.div_(node.comm.size)
+    return total if leader.is_member else candidate
