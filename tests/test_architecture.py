@@ -66,7 +66,7 @@ GENERATORS = ("_rounds", "rounds")
 EXECUTING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 # Pickles that were published, of arrays: its parser makes nothing else.
-RESTRICTED = "data.cifar"
+RESTRICTED = "data.sources"
 
 
 @cache

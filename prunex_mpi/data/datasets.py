@@ -14,7 +14,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.base.memory import memory_limit
 from prunex_mpi.base.units import GIB
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.data.decoding import Access, Reader, Streamed, decode_all
+from prunex_mpi.data.decoding import Access, Files, Reader, Streamed, decode_all
 from prunex_mpi.data.image_files import Classes, Known, find_image_files
 from prunex_mpi.data.sources import FIXED_SEED, Source, cifar, digits, synthetic
 from prunex_mpi.data.user_datasets import find_user_images
@@ -60,7 +60,7 @@ class Dataset:
     val: Shard | None = None  # images held out of those to train on
     val_total: int = 0
     class_names: tuple[str, ...] = ()  # in the order of the labels, where they have any
-    reader: Reader | None = None  # what decodes the images, where they are files
+    reader: Reader | None = None  # what decodes the images
     digest: str = ""  # of names or labels, where ranks and later jobs could find others
 
     def sizes(self) -> dict[str, int]:
@@ -109,59 +109,60 @@ def load(
     rank, size = part.rank, part.size
     samples = train_samples, test_samples
     source = _find_source(name, data_dir, access, samples, image_size, part)
-    if part.classes is None and source.num_classes > MOST_UNUSED + source.counts[0]:
+    train, test = source.train, source.test
+    if part.classes is None and source.num_classes > MOST_UNUSED + len(train.labels):
         raise UserError(
             f"the images of {name} have classes up to {source.num_classes - 1:,}, and there are "
-            f"{source.counts[0]:,} to train on: number the classes from 0 on",
+            f"{len(train.labels):,} to train on: number the classes from 0 on",
             UNREADABLE,
         )
     streams = _streams(source, access.mode, samples, part)
     chosen_by = FIXED_SEED if part.val_split else seed
-    train_order = _order("train", source.counts[0], train_samples, chosen_by)
-    test_order = _order("test", source.counts[1], test_samples, FIXED_SEED)
+    train_order = _order("train", len(train.labels), train_samples, chosen_by)
+    test_order = _order("test", len(test.labels) if test else 0, test_samples, FIXED_SEED)
     held_out = train_order[:0]
     if part.val_split:
-        train_order, held_out = hold_out(train_order, source.labels(), part.val_split)
+        train_order, held_out = hold_out(train_order, train.labels, part.val_split)
         shuffled = np.random.default_rng(seed).permutation(len(train_order))
         train_order = train_order[torch.from_numpy(shuffled)]
-        source = _apart(source, held_out)
-    per_rank = len(train_order) // size
+        apart = torch.zeros(len(train.labels), dtype=torch.bool)
+        apart[held_out] = True
+        train = replace(train, held_out=apart)
+    per_rank, rest = divmod(len(train_order), size)
     if per_rank == 0 and train_samples is not None:
         message = f"{size} ranks are more than the {len(train_order)} training images in use"
         raise UserError(f"{message}: start fewer ranks or raise --train-samples")
-    shares = [
-        ("train", train_order[rank * per_rank : (rank + 1) * per_rank]),
-        ("test", test_order[rank::size]),
-        ("train", held_out[rank::size]),
-    ]
-    reader = Reader(access) if source.files else None
+    left_out = source.left_out
+    if rest:
+        of_all = f"{rest} of {len(train_order):,} training images, as {size} ranks get equally many"
+        left_out = "; ".join(filter(None, [left_out, of_all]))
+    reader = Reader(access)
+
+    def shard(files: Files, indices: Tensor) -> Shard:
+        images = Streamed(files, indices, reader)
+        return Shard(images if streams else decode_all(images), files.labels[indices])
+
     try:
-        train, test, val = (
-            _shard(source, *taken, reader, streams)
-            if taken[0] == "train" or test_samples is not None
-            else None
-            for taken in shares
+        return Dataset(
+            train=shard(train, train_order[rank * per_rank : (rank + 1) * per_rank]),
+            test=None if test_samples is None else shard(test, test_order[rank::size]),
+            num_classes=source.num_classes,
+            image_size=train.side,
+            train_total=per_rank * size,
+            test_total=len(test_order),
+            flip=source.flip,
+            pad=source.pad,
+            found=source.found,
+            left_out=left_out,
+            val=shard(train, held_out[rank::size]) if part.val_split else None,
+            val_total=len(held_out),
+            class_names=source.class_names,
+            reader=reader,
+            digest=source.digest,
         )
     finally:
-        if reader is not None and not streams:
+        if not streams:
             reader.close()
-    return Dataset(
-        train=train,
-        test=test,
-        num_classes=source.num_classes,
-        image_size=source.image_size,
-        train_total=per_rank * size,
-        test_total=len(test_order),
-        flip=source.flip,
-        pad=source.pad,
-        found=source.found[0],
-        left_out=source.found[1],
-        val=val if part.val_split else None,
-        val_total=len(held_out),
-        class_names=source.class_names,
-        reader=reader,
-        digest=source.digest,
-    )
 
 
 def _find_source(
@@ -183,49 +184,22 @@ def _find_source(
         case "cifar10" | "cifar100":
             return cifar(name, Path(data_dir), access.download, image_size, with_test)
         case "imagefolder" | "webdataset":
-            ways = image_size, access.skip_corrupt, with_test, part.known
-            return find_image_files(name, Path(data_dir), *ways, part.classes)
+            ways = image_size, access.skip_corrupt, with_test
+            return find_image_files(name, Path(data_dir), *ways, part.known, part.classes)
         case "synthetic":
             return synthetic(*samples, image_size)
         case _:
             return find_user_images(name, data_dir, image_size, access.skip_corrupt, with_test)
 
 
-def _apart(source: Source, held_out: Tensor) -> Source:
-    """Return the same source, whose files know which training images are held out."""
-    if not source.files:
-        return source
-    train = source.files["train"]
-    apart = torch.zeros(len(train.labels), dtype=torch.bool)
-    apart[held_out] = True
-    return replace(source, files={**source.files, "train": replace(train, held_out=apart)})
-
-
-def _shard(
-    source: Source,
-    split: str,
-    indices: Tensor,
-    reader: Reader | None,
-    streams: bool,
-) -> Shard:
-    """Return the images `indices` of a split; what it `streams` is not decoded yet."""
-    if reader is None:
-        return source.read(split, indices)
-    files = source.files[split]
-    images = Streamed(files, indices, reader)
-    return Shard(images if streams else decode_all(images), files.labels[indices])
-
-
 def _streams(source: Source, mode: str, samples: tuple[int | None, int | None], part: Part) -> bool:
     """Return whether images are decoded while training; raise UserError where memory is short."""
-    files = source.files is not None
-    if files and mode in ("stream", "once"):
+    if mode in ("stream", "once"):
         return True
-    chooses = files and mode == "auto"
     try:
-        _refuse_too_large(source, *samples, part, AUTO_SHARES if chooses else WHOLE)
+        _refuse_too_large(source, *samples, part, AUTO_SHARES if mode == "auto" else WHOLE)
     except UserError as error:
-        if not chooses:
+        if mode != "auto":
             raise
         reason, _, _ = str(error).partition(";")
         log.info("images are decoded while training: %s", reason)
@@ -241,11 +215,12 @@ def _refuse_too_large(
     shares: tuple[float, float],
 ) -> None:
     """Raise UserError when images can't fit into `shares` of the memory: here, and on a GPU."""
-    image = 3 * source.image_size**2
-    trained = 0 if train_samples is None else train_samples or source.counts[0]
-    train, images = trained // part.size * image, trained
-    images += 0 if test_samples is None else test_samples or source.counts[1]
-    needed = part.here * (images // part.size * image + 8 * sum(source.counts))
+    image = 3 * source.train.side**2
+    train, test = len(source.train.labels), len(source.test.labels) if source.test else 0
+    trained = 0 if train_samples is None else train_samples or train
+    tested = 0 if test_samples is None else test_samples or test
+    needed = part.here * ((trained + tested) // part.size * image + 8 * (train + test))
+    on_gpu = trained // part.size * image
     limit, whose = memory_limit()
     here, there = (
         "" if share == 1 else f", of which they may take {share:.0%}" for share in shares
@@ -257,9 +232,9 @@ def _refuse_too_large(
             f"the images of {ranks} take {needed / GIB:.3g} GiB and {whose} {limit / GIB:.3g}"
             f"{here}; {fewer}, or take more machines"
         )
-    if part.room is not None and train > shares[1] * part.room:
+    if part.room is not None and on_gpu > shares[1] * part.room:
         raise UserError(
-            f"the training images of one rank take {train / GIB:.3g} GiB and its GPU has "
+            f"the training images of one rank take {on_gpu / GIB:.3g} GiB and its GPU has "
             f"{part.room / GIB:.3g} free{there}; lower --train-samples or --image-size, or take "
             "more GPUs"
         )

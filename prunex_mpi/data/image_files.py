@@ -12,10 +12,9 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
-from itertools import chain
 from pathlib import Path
 from tarfile import TarError
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, listed, one_line
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular
 from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
 from prunex_mpi.data.images import MOST_PIXELS, as_uint8, open_rgb
-from prunex_mpi.data.sources import Source, source_of_files
+from prunex_mpi.data.sources import Source
 
 BLOCK = 512  # of a tar file
 SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits
@@ -35,30 +34,6 @@ BOTH = TRAIN, TEST = "train", "test"
 VALIDATION = "val"  # a folder of the name that the test set may have instead
 # Of what is read into memory: long names and other records about a member, a class, an image.
 MOST_BYTES_ABOUT, MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 2**16, 32, 8 * MOST_PIXELS
-
-
-@dataclass(frozen=True)
-class Names:
-    """What lies in one folder, hidden names apart, sorted; `state` changes with it, if known."""
-
-    state: str
-    folders: list[str]
-    files: list[str]
-
-
-@dataclass(frozen=True)
-class Headers:
-    """What one tar file holds, in the order of its images; `total` is its own size in bytes.
-
-    `dotted` members would be images or classes, were it not for a dot in their keys.
-    """
-
-    total: int
-    names: list[str]
-    starts: list[int]
-    sizes: list[int]
-    labels: list[int]
-    dotted: list[str]
 
 
 class Classes(NamedTuple):
@@ -82,9 +57,9 @@ class FileSplit:
     left_out: list[str]  # phrases about what lies there and is not read
 
 
-# What ranks may read for each other: of each class folder, or of each tar file.
-CONTENTS = {"imagefolder": Names, "webdataset": Headers}
-Known = Mapping[str, Names | Headers]  # by path
+# What ranks read for each other, by path, as JSON can hold it: of each class folder the names of
+# folders and of files, of each tar file what `read_headers` returns.
+Known = Mapping[str, Any]
 
 
 def find_image_files(
@@ -98,9 +73,9 @@ def find_image_files(
 ) -> Source:
     """Return the images below `data_dir`, cropped and scaled where `image_size` asks for it.
 
-    `name` is one of CONTENTS, `known` what other ranks have read, by path: what is missing, or is
-    not the same here, is read. With the `classes` of a network there need be none to train on, and
-    those to test on are found alone. Raises UserError (UNREADABLE).
+    `name` is one of CONTENTS; what is not `known` from other ranks is read. With the `classes` of a
+    network there need be none to train on, and those to test on are found alone. Raises UserError
+    (UNREADABLE).
     """
     find = _in_class_folders if name == "imagefolder" else _in_tar_files
     parts = (TEST,) if classes else BOTH if with_test else (TRAIN,)
@@ -136,11 +111,14 @@ def find_image_files(
     files = [_files_of(split, image_size, side) for split in splits]
     if classes:
         files.insert(0, replace(files[0], labels=files[0].labels[:0]))
-    return source_of_files(
-        files,
+    return Source(
+        train=files[0],
+        test=files[1] if files[1:] else None,
         num_classes=count,
         flip=True,
-        found=(", ".join(found), "; ".join(text for split in splits for text in split.left_out)),
+        pad=side // 8,
+        found=", ".join(found),
+        left_out="; ".join(text for split in splits for text in split.left_out),
         class_names=train.class_names,
         digest=digest.hexdigest(),
     )
@@ -170,17 +148,13 @@ def _files_of(split: FileSplit, image_size: int, side: int) -> Files:
 
 def read_share(
     name: str, data_dir: str, rank: int, size: int, parts: Sequence[str] = BOTH
-) -> Iterator[tuple[str, Names | Headers]]:
+) -> Iterator[tuple[str, Any]]:
     """Yield path and contents of every `size`-th class folder or tar file, from number `rank` on.
 
     `parts` are TRAIN, TEST or both. Raises UserError (UNREADABLE).
     """
-    if name == "imagefolder":
-        found, read = class_folders, read_names
-    else:
-        found, read = tar_files, read_headers
-    folders = _split_folders(Path(data_dir), parts)
-    paths = [path for folder in folders for path in found(folder)]
+    find, read = CONTENTS[name]
+    paths = [path for folder in _split_folders(Path(data_dir), parts) for path in find(folder)]
     return ((path, read(path)) for path in paths[rank::size])
 
 
@@ -193,25 +167,22 @@ def _split_folders(data_dir: Path, parts: Sequence[str]) -> list[Path]:
 
 def class_folders(folder: Path) -> list[str]:
     """Return the folders in a folder, sorted by name."""
-    return [f"{folder}/{name}" for name in _entries(str(folder))[0]]
+    return [f"{folder}/{name}" for name in read_names(str(folder))[0]]
 
 
-def _in_class_folders(folder: Path, known: Mapping[str, Names]) -> FileSplit:
+def _in_class_folders(folder: Path, known: Known) -> FileSplit:
     """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image."""
     images: list[str] = []
-    folders, foreign = _entries(str(folder))
+    folders, foreign = read_names(str(folder))
     empty: list[str] = []  # class folders without an image
     deeper: list[str] = []  # folders inside class folders; `foreign` are other files
     for name in folders:
         path = f"{folder}/{name}"
-        names = known.get(path)
-        if names is None or not names.state or names.state != _state(path):
-            names = read_names(path)
+        inside, files = known.get(path) or read_names(path)
         # By the name alone: what is no image in spite of it is named when it can't be decoded.
-        every = chain(names.folders, names.files)
-        here = {x for x in every if x.lower().endswith(IMG_EXTENSIONS)}
+        here = {x for x in (*inside, *files) if x.lower().endswith(IMG_EXTENSIONS)}
         images.extend(f"{path}/{image}" for image in here)
-        for rest, others in ((deeper, names.folders), (foreign, names.files)):
+        for rest, others in ((deeper, inside), (foreign, files)):
             rest.extend(f"{name}/{other}" for other in others if other not in here)
         if not here:
             empty.append(name)
@@ -245,23 +216,7 @@ def _in_class_folders(folder: Path, known: Mapping[str, Names]) -> FileSplit:
     )
 
 
-def read_names(path: str) -> Names:
-    """Read what lies in a folder; raise UserError (UNREADABLE)."""
-    # Before it is read: what is added meanwhile makes it another one.
-    state = _state(path)
-    return Names(state, *_entries(path))
-
-
-def _state(path: str) -> str:
-    """Return what is the same for all hosts that share a folder, until a name in it changes."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return ""
-    return f"{status.st_ino} {status.st_mtime_ns}"
-
-
-def _entries(folder: str) -> tuple[list[str], list[str]]:
+def read_names(folder: str) -> tuple[list[str], list[str]]:
     """Return the names of the visible folders and files in `folder`, sorted; none if it is none."""
     folders, files = [], []
     try:
@@ -284,27 +239,30 @@ def tar_files(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.glob("*.tar"))
 
 
-def _in_tar_files(folder: Path, known: Mapping[str, Headers]) -> FileSplit:
+def _in_tar_files(folder: Path, known: Known) -> FileSplit:
     """List the images in folder/*.tar, in the order of the names of these files.
 
-    Raises UserError (UNREADABLE) where there are none, or a tar file is damaged, or another one
-    here than where it was read.
+    Raises UserError (UNREADABLE) where there are none, or a tar file is damaged.
     """
     paths = tar_files(folder)
-    every = [_as_here(path, known[path]) if path in known else read_headers(path) for path in paths]
-    dotted = [f"{path}:{name}" for path, h in zip(paths, every, strict=True) for name in h.dotted]
+    every = [known.get(path) or read_headers(path) for path in paths]
+    dotted = [
+        f"{path}:{name}"
+        for path, headers in zip(paths, every, strict=True)
+        for name in headers["dotted"]
+    ]
     left_out = []
     if dotted:
         number = "1 member" if len(dotted) == 1 else f"{len(dotted):,} members"
         left_out = [f"{number} with more than one dot in the name, such as {dotted[0]}"]
-    names = [name for headers in every for name in headers.names]
+    names = [name for headers in every for name in headers["names"]]
     if not names:
         message = f"no image in {folder}/*.tar: --data-dir must hold train/*.tar and test/*.tar"
         message += " of KEY.jpg and KEY.cls, not compressed"
         raise UserError("; left out: ".join([message, *left_out]), UNREADABLE)
-    file = np.repeat(np.arange(len(every)), [len(headers.names) for headers in every])
+    file = np.repeat(np.arange(len(every)), [len(headers["names"]) for headers in every])
     starts, sizes, labels = (
-        np.array([value for headers in every for value in getattr(headers, what)], dtype=np.int64)
+        np.array([value for headers in every for value in headers[what]], dtype=np.int64)
         for what in ("starts", "sizes", "labels")
     )
 
@@ -342,21 +300,6 @@ def _member(path: str, start: int, size: int, name: str) -> BytesIO:
     return BytesIO(content)
 
 
-def _as_here(path: str, headers: Headers) -> Headers:
-    """Return headers that were read elsewhere; raise UserError where the file is another here."""
-    try:
-        size = os.path.getsize(path)
-    except OSError as error:
-        raise UserError(f"cannot read tar file {path} ({one_line(error)})", UNREADABLE) from error
-    if size != headers.total:
-        raise UserError(
-            f"tar file {path} has {size:,} bytes here and {headers.total:,} on another rank: give "
-            "all hosts the same files",
-            UNREADABLE,
-        )
-    return headers
-
-
 class _InBounds:
     """A tar file as the tarfile module reads it: blocks, and records about members.
 
@@ -373,15 +316,18 @@ class _InBounds:
         return self.file.read(size)
 
 
-def read_headers(path: str) -> Headers:
-    """Read all headers and classes of a tar file, and no image; raise UserError (UNREADABLE)."""
+def read_headers(path: str) -> dict[str, list]:
+    """Read all headers and classes of a tar file, and no image; raise UserError (UNREADABLE).
+
+    Returns `names`, `starts`, `sizes` and `labels` of the images in their order, and the names of
+    `dotted` members, which would be images or classes, were it not for a dot in their keys.
+    """
     # Ending, start and size of each image by its key.
     images: dict[str, tuple[str, int, int]] = {}
     classes: dict[str, int] = {}
     dotted: list[str] = []
     try:
         with open_regular(path) as file, tarfile.open(mode="r:", fileobj=_InBounds(file)) as tar:
-            total = os.fstat(file.fileno()).st_size
             for member in tar:
                 # The module would read the same members again and again, for ever.
                 if member.size < 0 or tar.offset <= member.offset or member.sparse is not None:
@@ -427,11 +373,14 @@ def read_headers(path: str) -> Headers:
     if odd:
         lacks = "a class (.cls)" if odd[0] in images else "an image"
         raise UserError(f"{odd[0]} in {path} lacks {lacks}: add or remove it", UNREADABLE)
-    return Headers(
-        total,
-        names=[f"{key}.{ending}" for key, (ending, _, _) in images.items()],
-        starts=[start for _, start, _ in images.values()],
-        sizes=[size for _, _, size in images.values()],
-        labels=[classes[key] for key in images],
-        dotted=dotted,
-    )
+    return {
+        "names": [f"{key}.{ending}" for key, (ending, _, _) in images.items()],
+        "starts": [start for _, start, _ in images.values()],
+        "sizes": [size for _, _, size in images.values()],
+        "labels": [classes[key] for key in images],
+        "dotted": dotted,
+    }
+
+
+# How what there is is found, and how read.
+CONTENTS = {"imagefolder": (class_folders, read_names), "webdataset": (tar_files, read_headers)}

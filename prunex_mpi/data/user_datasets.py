@@ -24,7 +24,7 @@ from prunex_mpi.base.imports import import_function
 from prunex_mpi.base.logs import log
 from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
 from prunex_mpi.data.images import load_rgb, to_side
-from prunex_mpi.data.sources import Source, source_of_files
+from prunex_mpi.data.sources import Source
 
 # Where torchvision's data sets hold the labels of all their items.
 OF_LABELS = ("targets", "labels")
@@ -72,12 +72,14 @@ def find_user_images(
         for content in _some_items(split):
             digest.update(content)
     images = f"{counts[0]:,} images to train on and {counts[1]:,} to test on"
-    return source_of_files(
-        [_files_of(split, image_size, side) for split in splits],
+    return Source(
+        train=_files_of(train, image_size, side),
+        test=_files_of(test, image_size, side) if with_test else None,
         num_classes=classes,
         # Mirrored images keep their meaning unless the data set says no.
         flip=_attribute(train.name, train.data, "flip") is not False,
-        found=(f"{images} in {name}, {classes:,} classes", ""),
+        pad=side // 8,
+        found=f"{images} in {name}, {classes:,} classes",
         class_names=class_names,
         digest=digest.hexdigest(),
     )

@@ -80,11 +80,9 @@ def share_contents(
         read,
         heartbeat,
     )
-    told = {path: asdict(contents) for path, contents in mine.items()}
     found = {}
     for root in range(world.size):
-        share = broadcast_json(world, told, root)
-        found |= {path: CONTENTS[name](**contents) for path, contents in share.items()}
+        found |= broadcast_json(world, mine, root)
         heartbeat.go_on()
     return found
 
@@ -222,7 +220,8 @@ def load_dataset(
         repr((totals, dataset.digest)),
     )
     if world.rank == 0 and dataset.left_out:
-        log.warning("%s; left out: %s", dataset.found, dataset.left_out)
+        left_out = f"left out: {dataset.left_out}"
+        log.warning("%s", "; ".join(filter(None, [dataset.found, left_out])))
     elif dataset.found:
         log.info("%s", dataset.found)
     if dataset.num_classes == 1:

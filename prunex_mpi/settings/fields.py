@@ -25,7 +25,7 @@ TRANSFORMS = (
 PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
 # Below it no penalty is halved: repeated halving would end at zero.
 RHO_MIN, RHO_MAX = 1e-6, 10.0
-# Of which --dry-run estimates what exchanges take.
+# What a run's settings hold beside the settings that methods share.
 NOT_A_SETTING = {"section": ""}
 
 
@@ -35,7 +35,7 @@ class Settings:
 
     Field `a_b` is the flag `--a-b` and the TOML key `a-b`. `options` holds what the method has
     alone, an instance of `method.options`: its field `c` is the flag `--METHOD-c` and the key `c`
-    of the table `[METHOD]`. `estimate` is what a dry run is asked beside the settings. Build one
+    of the table `[METHOD]`. What means nothing to the method is as the recipe has it. Build one
     with `resolve.make`, `resolve.with_overrides` or `cli.parse`: these convert, check and resolve,
     the constructor does not.
     """
@@ -64,7 +64,6 @@ class Settings:
         "SHA-256 that the file of --init-from must have; filled in by the run",
         "",
         optional=True,
-        found=True,
     )
 
     _setting = partial(setting, "data")
@@ -110,14 +109,12 @@ class Settings:
         "of the data",
         (),
         optional=True,
-        found=True,
     )
     image_std: tuple[float, ...] = _setting(
         "standard deviation for normalisation, with --image-mean",
         (),
         optional=True,
         above=0,
-        found=True,
     )
     data_mode: str = _setting(
         "decode image files into memory at the start, or while training (stream); auto: stream "
@@ -216,7 +213,6 @@ class Settings:
         "SHA-256 that the file of --teacher must have; filled in by the run",
         "",
         optional=True,
-        found=True,
     )
     distillation_alpha: float = _setting("weight of the distillation loss", 0.5, above=0, high=1)
     distillation_tau: float = _setting("temperature of the distillation loss", 4.0, above=0)
@@ -347,6 +343,12 @@ class Settings:
         auto=True,
         of="averages nodes",
     )
+    aggregation: str = _setting(
+        "gradients between nodes are sent by all ranks (flat) or by one leader per node",
+        "flat",
+        choices=("flat", "hierarchical"),
+        of="per_step",
+    )
 
     _setting = partial(setting, "penalties")
     penalty: str = _setting(
@@ -360,14 +362,6 @@ class Settings:
     eps_rel: float = _setting("relative tolerance of the residuals", low=0, of="consensus")
     residuals: str = _setting(
         "when residuals are computed", choices=("every", "evaluate", "off"), of="consensus"
-    )
-
-    _setting = partial(setting, "exchange")
-    aggregation: str = _setting(
-        "gradients between nodes are sent by all ranks (flat) or by one leader per node",
-        "flat",
-        choices=("flat", "hierarchical"),
-        of="per_step",
     )
 
     _setting = partial(setting, "machine")
@@ -444,8 +438,8 @@ OF_FILES = ("data_mode", "workers", "skip_corrupt")
 FROM_FILES = ("imagefolder", "webdataset")
 # What means something to images alone, and to text alone.
 OF_IMAGES = (
-    *("stem", "image_size", "image_mean", "image_std", "augment"),
-    *("transforms", "channels_last"),
+    *("stem", "image_size", "image_mean", "image_std", "augment", "transforms"),
+    "channels_last",
 )
 OF_TEXT = ("tokenizer", "context")
 # What a data set has for a default where others have another: "" is the embedded text.
@@ -464,22 +458,13 @@ DATASET_DEFAULTS = {
 FETCHED = ("cifar10", "cifar100")
 # What may change when a run is resumed: it describes the job and the machine, not the run.
 OF_THE_JOB = (
-    *(
-        "run_dir",
-        "resume",
-        "checkpoint_every",
-        "timeout",
-        "time_limit",
-        "on_node_loss",
-        "min_nodes",
-    ),
+    *("run_dir", "resume", "checkpoint_every", "timeout", "time_limit", "on_node_loss"),
+    *("min_nodes", "trace", "dry_run"),
     *("data_dir", "download", "data_mode", "workers", "skip_corrupt", "device", "mpi_buffers"),
-    *("ranks_per_node", "rack_of", "progress", "tensorboard", "trace", "dry_run"),
+    *("ranks_per_node", "rack_of", "progress", "tensorboard"),
 )
 # The settings that all methods share, by name.
 SHARED = {f.name: f for f in dataclasses.fields(Settings) if f.metadata["section"]}
-
-
 # The shared settings of each group of --help.
 OF_SECTION = {
     section: tuple(name for name, f in SHARED.items() if f.metadata["section"] == section)

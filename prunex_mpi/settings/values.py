@@ -23,10 +23,9 @@ def setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) -
 
     `rules` are choices, low, high (inclusive), above, below (exclusive), share, words, optional.
     `named` shows the form of what may be given beside the choices: what has a colon. With `auto` a
-    number may be left to the run, to be measured or to follow from its length, with `found` an
-    empty value is filled in by the run. `of` holds the traits (properties of `Method`) that a
-    method must have for the setting to mean something: with any other method it can't be given, and
-    is `off` there, where that is named, else its default.
+    number may be left to the run, to be measured or to follow from its length. `of` holds the
+    traits (properties of `Method`) that a method must have for the setting to mean something: with
+    any other method it can't be given.
     """
     return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
 
@@ -39,11 +38,6 @@ def option(text: str, default: Any, **rules: Any) -> Any:
 def left_open(field: dataclasses.Field, value: object) -> bool:
     """Return whether `value`, converted, leaves the field to the run, to measure or to compute."""
     return bool(field.metadata.get("auto")) and value == AUTO
-
-
-def to_be_found(field: dataclasses.Field, value: object) -> bool:
-    """Return whether `value`, converted, leaves the field to the run: to measure or to fill in."""
-    return left_open(field, value) or (bool(field.metadata.get("found")) and not value)
 
 
 def in_words(value: object) -> str:

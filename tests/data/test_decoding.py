@@ -17,7 +17,6 @@ from prunex_mpi.data import image_files
 from prunex_mpi.data.batches import (
     BatchStream,
     Look,
-    Shard,
     channel_moments,
     evaluation_batches,
     part_of,
@@ -259,7 +258,12 @@ def test_auto_leaves_room_for_the_job(folder, monkeypatch, where, mode):
             is_streamed(needed - 1)
 
 
-def test_what_is_no_file_is_not_streamed():
-    sizes = {"train_samples": 8, "test_samples": 8, "image_size": 8, "seed": 0, "part": (0, 1)}
-    kept = data.load("synthetic", data_dir="", access=Access(mode="auto"), **sizes)
-    assert isinstance(kept.train, Shard) and kept.reader is None
+def test_what_is_no_file_is_streamed_as_well():
+    sizes = {"train_samples": 8, "test_samples": 8, "image_size": 9, "seed": 0, "part": (0, 1)}
+    for name in ("synthetic", "digits"):
+        kept, streamed = (
+            data.load(name, data_dir="", access=Access(mode=mode), **sizes)
+            for mode in ("memory", "stream")
+        )
+        assert isinstance(kept.train.images, Tensor)
+        assert torch.equal(streamed.train.images[:], kept.train.images)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from driving import COMMON, exchange_over, make_context, run_driver, wire_of
+from driving import COMMON, exchange_over, make_context, wire_of
 from nets import RandomStream, new_net
-from nodes import WORLD, nodes_of
+from nodes import WORLD
 
 from mpi4py import MPI
 
@@ -55,31 +55,3 @@ def test_parameters_without_a_gradient_go_nowhere_in_two_steps():
         exchange.exchange_(context.state.grad)
         total = total + context.state.grad
     assert not total.any()
-
-
-def test_one_worker_alone_is_lion():
-    """Chen et al. 2023, Program 1, with decoupled weight decay, on one node of all ranks."""
-    flags = {"aggregation": "hierarchical", "lr": 0.01, "weight_decay": 0.5}
-    settings = make(method="lion", **{**COMMON, **flags})
-    model = new_net()
-    with nodes_of(WORLD.size) as topology:
-        start = make_context(settings, model, RandomStream(WORLD.rank, torch.float64)).state.theta
-        theta, momentum = start.clone(), torch.zeros_like(start)
-        given = []
-        real = lion.Lion.exchange_
-
-        def watched(exchange, grad):
-            given.append(grad.clone())
-            real(exchange, grad)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lion.Lion, "exchange_", watched)
-            stream = RandomStream(WORLD.rank, torch.float64)
-            *_, (_, state) = run_driver(topology, settings, new_net(), stream)
-        if not topology.is_leader:
-            return
-    for gradient in given:
-        update = (0.9 * momentum + 0.1 * gradient).sign()
-        momentum = 0.99 * momentum + 0.01 * gradient
-        theta -= 0.01 * (update + 0.5 * theta)
-    torch.testing.assert_close(state.theta, theta, rtol=1e-12, atol=1e-13)

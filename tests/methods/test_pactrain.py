@@ -47,7 +47,7 @@ from prunex_mpi.methods.pactrain_mask import (
     score_of,
     windows_apart,
 )
-from prunex_mpi.models.layout import build_layout, matrices
+from prunex_mpi.models.layout import matrices
 from prunex_mpi.run import delivery
 from prunex_mpi.run.summary import closing_table
 
@@ -137,65 +137,6 @@ def test_records_and_totals_count_single_weights():
 # --------------------------------------------------------------------------------------------------
 # The mask
 # --------------------------------------------------------------------------------------------------
-
-
-class Gain(nn.Module):
-    """A parameter without dimensions."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(0.05))
-
-    def forward(self, x):
-        return torch.tanh(self.gain * x)
-
-
-@pytest.mark.two_ranks
-def test_the_mask_of_grasp_is_that_of_all_ranks_batches(monkeypatch):
-    """Against the explicit Hessian of the mean loss, on every rank; nothing else moves."""
-    torch.manual_seed(3)
-    model = nn.Sequential(
-        nn.Conv2d(3, 2, 3, bias=False), nn.BatchNorm2d(2), Gain(), nn.Flatten(), nn.Linear(32, 5)
-    ).double()
-    alone = copy.deepcopy(model)
-    monkeypatch.setattr(pactrain_mask, "GRASP_TEMPERATURE", 3.0)
-    own = RandomStream(WORLD.rank, torch.float64)
-    drawn = [own.next() for _ in range(2)]
-    monkeypatch.setattr(pactrain_mask, "batches_to_score", lambda everyone, context: drawn)
-    changes = {"pactrain_score": "grasp", "outer_iterations": 1, "lr": 1e-12}
-    settings = make(aggregation="hierarchical", **{**COMMON, **changes})
-    with nodes_of(3) as topology:
-        stream = RandomStream(WORLD.rank, torch.float64)
-        ((record, state),) = run_driver(topology, settings, model, stream, 1)
-    streams = [RandomStream(r, torch.float64) for r in range(WORLD.size)]
-    batches = [stream.next() for stream in streams for _ in range(2)]
-    layout = build_layout(alone)
-    names = [s.name for s in layout.segments]
-    buffers = dict(alone.named_buffers())
-
-    def loss(flat):
-        values = dict(zip(names, layout.views(flat), strict=True))
-        values |= {name: buffer.clone() for name, buffer in buffers.items()}
-        outputs = [
-            F.cross_entropy(torch.func.functional_call(alone, values, (images,)) / 3.0, labels)
-            for images, labels in batches
-        ]
-        return sum(outputs) / len(outputs)
-
-    theta = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
-    # Biases, BatchNorm and the gain, which are never pruned, count as constants.
-    slope = torch.func.grad(loss)(theta)
-    for s in layout.segments:
-        slope[s.offset : s.offset + s.numel] *= len(s.shape) > 1
-    scores = (-theta * (torch.autograd.functional.hessian(loss, theta) @ slope)).tolist()
-    places = [i for s in matrices(layout) for i in range(s.offset, s.offset + s.numel)]
-    kept = sorted(places, key=lambda i: scores[i])[: -(-3 * len(places) // 10)]
-    found = (~state.memory[PRUNED]).nonzero().view(-1).tolist()
-    assert found == sorted(set(range(layout.numel)) - set(places) | set(kept))
-    assert record["density"] == len(kept) / len(places)
-    # Weights of one step at a rate of nothing; the passes left the statistics of BatchNorm alone.
-    torch.testing.assert_close(state.z[found], theta[found], rtol=0, atol=1e-10)
-    assert int(model[1].num_batches_tracked) == 1
 
 
 def grasp_as_published(net, images, labels, keep, temperature=200.0):

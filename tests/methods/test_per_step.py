@@ -19,7 +19,7 @@ from driving import (
     run_driver,
     simulated,
 )
-from nets import OF_EMBEDDINGS, CoupledNet, RandomStream, new_net
+from nets import CoupledNet, RandomStream, new_net
 from nodes import WORLD, nodes_of
 from places import DEVICE
 from reference_rivals import CONSTANTS, simulate_per_step
@@ -208,20 +208,15 @@ def leaving(here, distance, workers):
     return sum((rank + distance) % workers >= here for rank in range(here))
 
 
+# One of each kind of message; what others send is counted in test_bytes_sent.py.
+KINDS = ("dense", "topk", "terngrad", "bf16", "spardl", "omnireduce, all")
+
+
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in OF_EMBEDDINGS])
+@pytest.mark.parametrize("method", KINDS)
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 3), ("flat", 4)])
-def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypatch):
-    changes = {**changes_of(method), "outer_iterations": 1}
-    method = changes["method"]
-    if method == "dgc":
-        # A sample of everything finds as many as topk sends.
-        monkeypatch.setattr("prunex_mpi.methods.dgc.SAMPLE", 1.0)
-        changes |= {"dgc_warmup_epochs": 0}
-    if method == "adacgd":
-        # The finest level always.
-        monkeypatch.setattr("prunex_mpi.methods.adacgd.ZETA", 0.0)
-    settings = make(aggregation=aggregation, **changes)
+def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
+    settings = make(aggregation=aggregation, **{**changes_of(method), "outer_iterations": 1})
     model = new_net(torch.float32)
     parameters = sum(p.numel() for p in model.parameters())
     statistics = 2 * (8 + 8 + 12)
@@ -238,37 +233,21 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method, monkeypa
     if method == "topk":
         gathered = STEPS * 8 * sum(-(-p.numel() // 20) for p in model.parameters())
         reduced = 4 * statistics
-    elif method == "dgc":
-        # 216, 288, 72, 96 and 60 weights; the worker tells how many elements there are.
-        gathered = STEPS * (8 * (22 + 29 + 8 + 10 + 6) + 8)
-        reduced = 4 * (STEPS * (parameters - 732) + statistics)
-    elif method == "powersgd":
-        rows, columns = 8 + 8 + 8 + 12 + 5, 27 + 36 + 9 + 8 + 12
-        whole = parameters - (8 * 27 + 8 * 36 + 8 * 9 + 12 * 8 + 5 * 12)
-        reduced = 4 * (STEPS * (2 * rows + 2 * columns + whole) + statistics)
-    elif method in ("fp16", "bf16"):
+    elif method == "bf16":
         reduced, halves = 4 * statistics, 2 * STEPS * parameters
-    elif method in ("terngrad", "lion"):
-        # 801 elements fill up shares of whole bytes at any number of bits.
+    elif method == "terngrad":
+        # 801 elements fill up shares of whole bytes; 2 bits up, 4 down, and 13 scales.
         numbers = {1: 808, 2: 2 * 408, 4: 4 * 208}[workers]
-        scales, up, down = (13, 2, 4) if method == "terngrad" else (0, 1, 2)
-        reduced = 4 * (STEPS * scales + statistics)
+        reduced = 4 * (STEPS * 13 + statistics)
         if workers < 4:
-            gathered = STEPS * numbers * up // 8
+            gathered = STEPS * numbers * 2 // 8
         else:
-            gathered, dealt = STEPS * 208 * down // 8, STEPS * numbers * up // 8
-    elif method == "adacgd":
-        # The first step is dense.
-        reduced = 4 * (parameters + statistics)
-        gathered = (STEPS - 1) * (8 * 481 + 8)
+            gathered, dealt = STEPS * 208 * 4 // 8, STEPS * numbers * 2 // 8
     elif method == "spardl":
         # A twentieth of each block: all but one worker's go to others in rounds, one to all.
         each = 8 * {1: 41, 2: 21, 4: 11}[workers]
         reduced, gathered, shifted = 4 * statistics, STEPS * each, STEPS * (workers - 1) * each
-    elif method == "omnireduce" and settings.options.block_ratio < 1:
-        # 11 of 51 blocks and their numbers; the last block, of one element, would be filled up.
-        reduced, gathered = 4 * statistics, STEPS * 11 * (4 * 16 + 4)
-    elif method == "omnireduce":
+    elif method == "omnireduce, all":
         # 801 elements make 51 blocks, these 7 bytes.
         assert parameters == 801
         mask = STEPS * 7

@@ -1,28 +1,14 @@
 """PruneTrain: a network that becomes smaller on all ranks alike, against one that keeps zeros."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from driving import assert_alike_on_all_ranks, by_name, difference, run_driver, simulated
-from masking import draw, mask_
 from nets import CoupledNet, RandomStream
 from nodes import WORLD, nodes_of
-from odd_models import randomise_
 from reference_prunetrain import simulate_prunetrain, without_dead
-from torchvision.models import VisionTransformer
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.removal import remove_
-from prunex_mpi.core.state import build_state
-from prunex_mpi.models.build import build_model
-from prunex_mpi.models.inputs import Images
-from prunex_mpi.models.layout import build_layout
-from prunex_mpi.models.slim import SlimAttention
-from prunex_mpi.pruning.coupling import PLAIN, find_coupling
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
@@ -92,103 +78,6 @@ def test_program_equals_oracle(aggregation, ranks_per_node):
                     module.running_var.cpu(), pair[1], rtol=1e-11, atol=1e-12
                 )
     assert record["status"] == "completed"
-
-
-def small_transformer():
-    return VisionTransformer(8, 4, 2, 4, 16, 24, num_classes=5)
-
-
-NETWORKS = {
-    "coupled": CoupledNet,
-    "resnet8": lambda: build_model("resnet8", Images(8, 5)),
-    "transformer": small_transformer,
-}
-
-
-def step(state, model, images, labels):
-    model.train()
-    state.grad.zero_()
-    loss = F.cross_entropy(model(images), labels)
-    loss.backward()
-    return loss.detach()
-
-
-@pytest.mark.two_ranks
-@pytest.mark.parametrize("network", NETWORKS)
-def test_a_smaller_network_goes_on_like_the_masked_one(network):
-    """Twice, outputs and the next step are those of the network that keeps zeros in it."""
-    settings = make(**COMMON, weight_decay=1e-2)
-    masked = NETWORKS[network]().double()
-    randomise_(masked)
-    model = copy.deepcopy(masked)
-    generator = torch.Generator().manual_seed(3)
-    images = torch.randn(8, 3, SIDE, SIDE, generator=generator, dtype=torch.float64)
-    labels = torch.randint(5, (8,), generator=generator)
-    coupling = find_coupling(masked, Images(SIDE), PLAIN)
-    states = []
-    for one in (masked, model):
-        layout = build_layout(one)
-        state = build_state(one, layout, make_groups(settings, one, layout, Images(SIDE)), settings)
-        state.optimizer.set_decay_(settings.weight_decay)
-        # Momentum from three steps.
-        for _ in range(3):
-            step(state, one, images, labels)
-            state.optimizer.optimizer.step()
-        states.append(state)
-    whole, small = states
-    removed = np.zeros(coupling.total, dtype=bool)
-
-    @torch.no_grad()
-    def mask_flat_(flat):
-        other = copy.deepcopy(masked)
-        for p, x in zip(other.parameters(), whole.layout.views(flat), strict=True):
-            p.copy_(x)
-        mask_(other, coupling, removed)
-        torch.cat([p.reshape(-1) for p in other.parameters()], out=flat)
-
-    for part in (slice(0, None, 3), slice(1, None, 3)):
-        more = np.zeros_like(removed)
-        more[part] = draw(coupling)[part]
-        removed |= more
-        for s in coupling.sets:
-            if removed[s.start : s.start + s.count].all():
-                more[s.start] = removed[s.start] = False
-        before = small.layout.numel
-        remove_(small, model, more, settings)
-        small.optimizer.set_decay_(settings.weight_decay)
-        assert small.layout.numel < before
-        assert np.array_equal(small.mask, ~removed)
-        with torch.no_grad():
-            mask_(masked, coupling, removed)
-            mask_flat_(whole.optimizer.first_moment)
-            for one in (masked, model):
-                one.eval()
-            wanted = masked(images)
-            assert float(wanted.std(dim=0).max()) > 1e-3
-            assert float((model(images) - wanted).abs().max()) < 1e-12 * float(wanted.abs().max())
-        for _ in range(2):
-            losses = [step(s, m, images, labels) for s, m in ((whole, masked), (small, model))]
-            torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
-            small.optimizer.optimizer.step()
-            # Nothing of what is removed moves.
-            mask_flat_(whole.grad)
-            whole.optimizer.optimizer.step()
-        smallest = without(by_name(whole.theta, whole), coupling, removed)
-        assert difference(by_name(small.theta, small), smallest) < 1e-12
-    if network == "transformer":
-        assert any(isinstance(m, SlimAttention) for m in model.modules())
-
-
-def without(tensors, coupling, removed):
-    result = {}
-    for name, tensor in tensors.items():
-        for dim, known in enumerate((coupling.rows, coupling.columns)):
-            if name in known:
-                ids = known[name]
-                kept = torch.from_numpy(np.flatnonzero((ids < 0) | ~removed[ids]))
-                tensor = tensor.index_select(dim, kept)
-        result[name] = tensor
-    return result
 
 
 @pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)

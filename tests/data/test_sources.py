@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
-from prunex_mpi.data import cifar
 from prunex_mpi.data import datasets as data
+from prunex_mpi.data import sources
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.decoding import Access
 
@@ -94,8 +94,8 @@ def fake_cifar(
         for file, content in contents.items():
             (root / "files" / file).write_bytes(content)
 
-    monkeypatch.setattr(cifar, name.upper(), published)
-    monkeypatch.setattr(cifar, "download_and_extract_archive", download)
+    monkeypatch.setattr(sources, name.upper(), published)
+    monkeypatch.setattr(sources, "download_and_extract_archive", download)
     return downloads
 
 
@@ -110,7 +110,7 @@ def test_of_a_pickle_only_the_published_bytes_are_parsed_and_only_arrays_made(
     assert "no complete cifar10" in refuse(tmp_path)
     # As if somebody put another one in its place once its sum was compared.
     with pytest.raises(pickle.UnpicklingError, match=r"os\.system is not read from a file"):
-        cifar._ArraysOnly(BytesIO(bad)).load()
+        sources._ArraysOnly(BytesIO(bad)).load()
     real = hashlib.md5
 
     def replaced(read: bytes, **options: bool) -> object:
