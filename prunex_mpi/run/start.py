@@ -38,7 +38,6 @@ from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.muon import describe_muon
 from prunex_mpi.core.schedule import total_steps
-from prunex_mpi.core.scores import memory_of_scores
 from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.core.threads import set_threads
 from prunex_mpi.data.datasets import Dataset
@@ -64,9 +63,8 @@ from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import out_of_reach
 from prunex_mpi.pruning.rules import rules_of
-from prunex_mpi.run.loading import CPU, find_inputs, load_dataset
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
-from prunex_mpi.run.problem import build_problem, make_model
+from prunex_mpi.run.problem import CPU, build_problem, find_inputs, load_dataset, make_model
 from prunex_mpi.run.supervision import check_exchange
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
@@ -358,9 +356,8 @@ def assemble(
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
     state.alone = world.size == 1
-    state.memory |= memory_of(settings, layout, state.theta)
+    state.memory |= memory_of(settings, state)
     state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
-    state.memory |= memory_of_scores(settings, state)
     heartbeat.beat(2)
     return RunContext(state, problem, settings, transport, heartbeat)
 

@@ -20,8 +20,8 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.config.resolve import make
 from prunex_mpi.data import image_files, sources
-from prunex_mpi.run import loading
-from prunex_mpi.run.loading import CPU, free_room, load_dataset, share_contents
+from prunex_mpi.run import problem as loading
+from prunex_mpi.run.problem import CPU, free_room, load_dataset, share_contents
 
 READERS = {"imagefolder": (image_files, "read_names"), "webdataset": (image_files, "read_headers")}
 

@@ -11,8 +11,7 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import broadcast
-from prunex_mpi.run.loading import load_dataset
-from prunex_mpi.run.problem import build_problem
+from prunex_mpi.run.problem import build_problem, load_dataset
 
 CPU = torch.device("cpu")
 

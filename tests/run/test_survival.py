@@ -39,7 +39,7 @@ PLACES = {
     "freeze": ("prunex_mpi.methods.hsadmm:freeze", []),
     "removal": ("prunex_mpi.core.removal:remove_", ["--groups", "coupled", "--remove-dropped"]),
     "keeping": ("prunex_mpi.run.kept:common_contents", []),
-    "end": ("prunex_mpi.run.delivery:deliver", []),
+    "end": ("prunex_mpi.run.job:deliver", []),
 }
 
 
