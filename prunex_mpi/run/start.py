@@ -334,10 +334,7 @@ def assemble(
     model = run_collectively(topology.world, lambda: make_model(settings, inputs))
     world = topology.world
     run_collectively(world, lambda: check_state_dict(model))
-    run_on_first(world, lambda: check_transient(model, inputs))
-    if ":" in settings.model:
-        run_on_first(world, lambda: check_repeatable(settings, model, inputs))
-        run_on_first(world, lambda: check_causal(settings, model, inputs))
+    run_on_first(world, lambda: check_model(settings, model, inputs))
     layout = run_collectively(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))
@@ -377,12 +374,20 @@ def check_state_dict(model: torch.nn.Module) -> None:
             )
 
 
-def check_transient(model: torch.nn.Module, inputs: Inputs) -> None:
-    """Raise UserError where training moves what no file of a run holds."""
+def check_model(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:
+    """Raise UserError where a model of the user's does what no file of a run can tell."""
     if name := moved_in_training(model, inputs):
         raise UserError(
             f"training moves {name} of the model, a buffer that is not persistent, which no file "
             "of a run holds: register it with persistent=True"
+        )
+    if ":" not in settings.model:
+        return
+    check_repeatable(settings, model, inputs)
+    if isinstance(inputs, Tokens) and reads_ahead(model, inputs, SAME_WITHIN):
+        raise UserError(
+            f"model {settings.model} reads ahead: the output at a position depends on later "
+            "tokens, which it is to predict; give it a causal mask"
         )
 
 
@@ -419,12 +424,3 @@ def check_repeatable(settings: Settings, model: torch.nn.Module, inputs: Inputs)
                 f"model {settings.model} is another one each time that it is built, with the same "
                 "state_dict: keep what it draws in a buffer, or draw it by a seed of its own"
             )
-
-
-def check_causal(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:
-    """Raise UserError where a model of the user's reads the tokens that it is to predict."""
-    if isinstance(inputs, Tokens) and reads_ahead(model, inputs, SAME_WITHIN):
-        raise UserError(
-            f"model {settings.model} reads ahead: the output at a position depends on later "
-            "tokens, which it is to predict; give it a causal mask"
-        )
