@@ -16,7 +16,8 @@ from launch import LIMIT_S, environment, launcher, repeatable_metrics, train
 
 from prunex_mpi.base.logs import log
 from prunex_mpi.config.resolve import make
-from prunex_mpi.run.kept import Kept, LostNodes, tell
+from prunex_mpi.run.kept import Kept, LostNodes, Member, tell
+from prunex_mpi.run.survival import divide, together
 
 FAULTY = str(Path(__file__).parents[1] / "harness" / "faulty.py")
 ITERATIONS = 8
@@ -132,6 +133,17 @@ def test_a_run_that_is_over_is_not_begun_anew(fault, tmp_path):
     assert code == 0, text
     assert_whole(tmp_path / "run")
     assert "go on from" not in text and "Traceback" not in text
+
+
+def test_losses_one_after_the_other_are_told_together():
+    members = [Member(rank, rank, "host", rank, "") for rank in range(4)]
+    kept = Kept(make(), began=True, members=members)
+    stay, first = divide(kept, [1, 2, 3], 4)
+    kept.members = [members[rank] for rank in stay]
+    # The second one's numbers are those among the others.
+    _, second = divide(kept, [0, 2], 3)
+    assert (first, second) == (LostNodes((0,), (0,)), LostNodes((2,), (2,)))
+    assert together(first, second) == LostNodes((0, 2), (0, 2))
 
 
 @pytest.mark.parametrize("apart", [False, True])
