@@ -16,6 +16,8 @@ from launch import LIMIT_S, environment, launcher, repeatable_metrics, train
 
 from prunex_mpi.base.logs import log
 from prunex_mpi.config.resolve import make
+from prunex_mpi.core.lasting import SUM
+from prunex_mpi.run import kept as kept_module
 from prunex_mpi.run.kept import Kept, LostNodes, Member, tell
 from prunex_mpi.run.survival import divide, together
 
@@ -147,10 +149,12 @@ def test_losses_one_after_the_other_are_told_together():
 
 
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("memory", [(), ("own.residual",)])
-def test_a_line_says_what_is_lost_with_a_node(apart, memory, caplog):
-    state = SimpleNamespace(memory=dict.fromkeys(memory), position=SimpleNamespace(iteration=3))
-    problem = SimpleNamespace(train=SimpleNamespace(batch_size=8))
+@pytest.mark.parametrize("memory", [(), ("residual",)])
+def test_a_line_says_what_is_lost_with_a_node(apart, memory, caplog, monkeypatch):
+    summed = dict.fromkeys(memory, SimpleNamespace(elsewhere=SUM))
+    monkeypatch.setattr(kept_module, "lasting", lambda *_: summed)
+    state = SimpleNamespace(position=SimpleNamespace(iteration=3))
+    problem = SimpleNamespace(train=SimpleNamespace(batch_size=8), model=None)
     kept = Kept(make(), loss=LostNodes((1,), (2, 3)), apart=apart)
     topology = SimpleNamespace(world_size=2, num_nodes=1)
     with caplog.at_level("INFO", log.name):
