@@ -27,8 +27,7 @@ from prunex_mpi.methods import dense, per_step
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.measure import Bench
-from prunex_mpi.run.loading import load_dataset
-from prunex_mpi.run.problem import build_problem, make_model
+from prunex_mpi.run.problem import build_problem, load_dataset, make_model
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import learn
 from prunex_mpi.tools.timing import Action, wall_times

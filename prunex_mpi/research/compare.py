@@ -69,9 +69,8 @@ from prunex_mpi.research.reveal import read_reveal, reveal, tested
 from prunex_mpi.research.tables import tables_of
 from prunex_mpi.run import job
 from prunex_mpi.run.directory import COMPLETE, new_folder, read_summary
-from prunex_mpi.run.loading import load_dataset
 from prunex_mpi.run.pretrained import TORCHVISION
-from prunex_mpi.run.problem import make_model
+from prunex_mpi.run.problem import load_dataset, make_model
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
