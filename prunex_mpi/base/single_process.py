@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from prunex_mpi.base.errors import UserError, printable
+from prunex_mpi.base.logs import log
 
 Options = TypeVar("Options")
 
@@ -61,3 +62,13 @@ def require_packages(what: str, extra: str, *packages: str) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise UserError(f'{what} needs {" and ".join(missing)}: pip install "prunex_mpi[{extra}]"')
+
+
+def print_result(text: str) -> None:
+    """Print what a complete run ends with; a closed pipe or a full disk makes no failure of it."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("the results can't be printed: %s", error.strerror)
+        # Python would try once more, and fail, when it ends.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -8,7 +8,7 @@
 | tests take | the loss of the run | cross-entropy |
 | an evaluation comes to | loss, accuracy | loss, perplexity, bits per byte |
 
-What data are read, and how, is told apart in run/loading.py.
+What data are read, and how, is told apart in run/problem.py.
 """
 
 import math

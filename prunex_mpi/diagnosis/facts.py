@@ -24,6 +24,8 @@ from prunex_mpi.diagnosis.machine import package_versions
 from prunex_mpi.diagnosis.ranks import MUST_AGREE
 
 DEFAULT_RUN_DIR = "runs"
+# How the environment sets the allocator of torch.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def software_versions() -> dict[str, str]:
@@ -44,7 +46,7 @@ def gather_facts(
 
     Collective on `topology.world`: a barrier and a gather. The rank's threads must be set by now.
     """
-    gpu, gpu_id = describe_gpu(device)
+    on_gpu = device.type == "cuda"
     environment = os.environ
     versions = software_versions()
     free_bytes = bytes_free(run_dir)
@@ -63,10 +65,10 @@ def gather_facts(
         versions=versions,
         device=str(device),
         device_problem=device_problem,
-        gpu=gpu,
-        gpu_id=gpu_id,
+        gpu=torch.cuda.get_device_name(device) if on_gpu else "",
+        gpu_id=gpu_identity(device) if on_gpu else "",
         gpus=torch.cuda.device_count(),
-        allocator=allocator_settings(environment),
+        allocator=", ".join(f"{x}={environment[x]}" for x in ALLOCATOR if environment.get(x)),
         launcher=describe_launcher(environment),
         thread_level=thread_level(),
         mpi_settings={name: environment[name] for name in SETTINGS if name in environment},
@@ -111,25 +113,12 @@ def thread_level() -> str:
     }[MPI.Query_thread()]
 
 
-def describe_gpu(device: torch.device) -> tuple[str, str]:
-    """Return name and identity of the GPU; both empty for the CPU."""
-    if device.type != "cuda":
-        return "", ""
-    return torch.cuda.get_device_name(device), gpu_identity(device)
-
-
 def gpu_identity(device: torch.device) -> str:
     """Return what the GPU is known by on all machines, as its number is not."""
     if uuid := getattr(torch.cuda.get_device_properties(device), "uuid", ""):
         return str(uuid)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"{MPI.Get_processor_name()}/{visible}/{device.index}"
-
-
-def allocator_settings(environment: Mapping[str, str]) -> str:
-    """Return how the environment sets the allocator of torch."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    return ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name))
 
 
 def existing_folder(path: str) -> Path:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.exchange import outer_memory
+from prunex_mpi.core.mask_choice import memory_of_scores
 from prunex_mpi.core.state import State
 from prunex_mpi.core.sums import SUMMED
 from prunex_mpi.methods.adacgd import AdaCgd
@@ -24,7 +25,6 @@ from prunex_mpi.methods.spardl import SparDl
 from prunex_mpi.methods.sparseloco import SparseLoco
 from prunex_mpi.methods.terngrad import TernGrad
 from prunex_mpi.methods.topk import TopK
-from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.method import Method
 
@@ -86,11 +86,12 @@ def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], ro
     return counted["mask"] + own
 
 
-def memory_of(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-    """Allocate what the method remembers, as it is before the first step; see `Exchange.memory`."""
+def memory_of(settings: Settings, state: State) -> dict[str, Tensor]:
+    """Allocate what the method and its scores remember, as it is before the first step."""
+    scores, theta = memory_of_scores(settings, state), state.theta
     if settings.method.outer_step:
-        return outer_memory(theta)
-    return exchange_of(settings.method).memory(settings, layout, theta)
+        return outer_memory(theta) | scores
+    return exchange_of(settings.method).memory(settings, state.layout, theta) | scores
 
 
 def check_workers(settings: Settings, topology: Topology) -> None:

@@ -12,7 +12,7 @@ With W_m[g] the slice of coupled group g in tensor m, of n_m slices, its score i
 over the weights and BatchNorm gammas M_g, both restricted to slices of groups: an average slice
 counts 1, whatever the tensor's size, so that scores can be compared between sets. The alpha best of
 a set are their projection in the norm with these weights. Biases and betas follow their group and
-do not score. The alternative is the score `gates` (`core.scores`).
+do not score. The alternative is the score `gates` (`core.mask_choice`).
 """
 
 import math

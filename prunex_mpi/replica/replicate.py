@@ -26,7 +26,6 @@ from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import statistics_of_z
 from prunex_mpi.core.grouping import choose_rules, make_groups
-from prunex_mpi.core.mask_choice import memory_of_scores
 from prunex_mpi.core.optimizer import OptimizerMemory
 from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import Problem, RunContext, State, build_state, weights
@@ -131,8 +130,7 @@ def _assemble(
         groups = make_groups(settings, followed, layout, inputs, rules)
         memory = OptimizerMemory(optimizer, read, layout, given=True)
         state = build_state(read, layout, groups, settings, optimizer=memory)
-        state.memory |= memory_of(settings, layout, state.theta)
-        state.memory |= memory_of_scores(settings, state)
+        state.memory |= memory_of(settings, state)
         return read, state
 
     read, state = run_collectively(world, build)

@@ -23,12 +23,12 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import Problem, next_iteration, wires_of
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.diagnosis.facts import gpu_identity
-from prunex_mpi.methods import dense, per_step
+from prunex_mpi.methods import per_step
+from prunex_mpi.methods.dense import Dense
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.measure import Bench
-from prunex_mpi.run.loading import load_dataset
-from prunex_mpi.run.problem import build_problem, make_model
+from prunex_mpi.run.problem import build_problem, load_dataset, make_model
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import learn
 from prunex_mpi.tools.timing import Action, wall_times
@@ -89,8 +89,8 @@ def measure(bench: Bench, model_name: str, backend: str) -> tuple[dict[str, np.n
     """
     training = steps_of(bench, model_name)
     with ExitStack() as exits:
-        ours, weights = dense_turn(training, exits, exchange=True)
-        alone, _ = dense_turn(training, exits, exchange=False)
+        ours, weights = dense_turn(training, exits, exchanges=True)
+        alone, _ = dense_turn(training, exits, exchanges=False)
         exits.enter_context(process_group(bench.topology.world, backend))
         plain, _ = ddp_turn(training, PLAIN)
         lean, theirs = ddp_turn(training, LEAN)
@@ -125,19 +125,20 @@ def steps_of(bench: Bench, model_name: str) -> Bench:
 
 
 def dense_turn(
-    bench: Bench, exits: ExitStack, exchange: bool
+    bench: Bench, exits: ExitStack, exchanges: bool
 ) -> tuple[Turn, Callable[[], torch.Tensor]]:
     """Return what takes the driver's steps of one outer iteration, and what returns the weights.
 
     Until `exits` close. Collective on `world`, as the first of them is, unless there is no
-    `exchange`.
+    `exchanges`.
     """
     context = set_up(bench.topology, bench.settings, bench.device, bench.transport, bench.heartbeat)
     wires = wires_of(bench.topology, context.state, bench.transport, flat=True)
-    averager = exits.enter_context(averaging(wires.workers if exchange else None, context))
+    averager = exits.enter_context(averaging(wires.workers if exchanges else None, context))
+    exchange = Dense(wires, context)
 
     def turn() -> None:
-        rounds, loss = per_step.train_steps(dense, wires, averager, {}, context), None
+        rounds, loss = per_step.train_steps(exchange, averager), None
         try:
             while True:
                 loss = learn(context, rounds.send(loss))

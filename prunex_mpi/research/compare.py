@@ -11,7 +11,7 @@ what does is the last pass of `--reveal`, when all runs are there.
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,7 +26,6 @@ from prunex_mpi.base.errors import (
     UNREADABLE,
     Diverged,
     UserError,
-    listed,
     quote,
 )
 from prunex_mpi.base.files import (
@@ -69,9 +68,8 @@ from prunex_mpi.research.reveal import read_reveal, reveal, tested
 from prunex_mpi.research.tables import tables_of
 from prunex_mpi.run import job
 from prunex_mpi.run.directory import COMPLETE, new_folder, read_summary
-from prunex_mpi.run.loading import load_dataset
 from prunex_mpi.run.pretrained import TORCHVISION
-from prunex_mpi.run.problem import make_model
+from prunex_mpi.run.problem import load_dataset, make_model
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
@@ -139,7 +137,9 @@ def run_all(world: MPI.Comm, options: Options, received: ReceivedSignal) -> Comp
         closed = options.reveal or bool(revealed)
         do = partial(do_run, place, options, data=data, received=received, revealed=closed)
         tunings = [tune(options, do, row, data) for row in options.rows if options.protocol.tunes]
-        outcomes = confirm_all(options, do, tunings)
+        chosen = {tuning.row: tuning for tuning in tunings}
+        pairs = [(row, seed) for seed in options.seeds for row in options.rows]
+        outcomes = [confirm(options, do, row, seed, chosen.get(row.name)) for row, seed in pairs]
         if options.reveal:
             with watched(world, first.timeout) as watchdog:
                 revealed = reveal(place, options, outcomes, watchdog.heartbeat)
@@ -206,16 +206,6 @@ def tune(options: Options, do: Do, row: Row, data: Data) -> Tuning:
     return Tuning(row.name, runs, chance)
 
 
-def confirm_all(options: Options, do: Do, tunings: Sequence[Tuning]) -> list[Outcome]:
-    """Train all rows with all seeds, each at the best point of its grid. Collective on `world`."""
-    chosen = {tuning.row: tuning for tuning in tunings}
-    return [
-        confirm(options, do, row, seed, chosen.get(row.name))
-        for seed in options.seeds
-        for row in options.rows
-    ]
-
-
 def confirm(options: Options, do: Do, row: Row, seed: int, tuning: Tuning | None) -> Outcome:
     """Train a row with one seed at the best point of its grid, if there is one.
 
@@ -244,7 +234,7 @@ def has_ended(path: Path) -> bool:
 def prepare(options: Options) -> None:
     """Raise UserError unless all can be written that --json and --dir name, and read that runs do.
 
-    Runs that are there already are gone on with or refused; what is to be revealed has to be there.
+    Runs that are there already are gone on with or refused.
     """
     prepare_file(options.json_file)
     folder, where = Path(options.folder), f"--dir {quote(options.folder, 250)}"
@@ -252,29 +242,16 @@ def prepare(options: Options) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{where}: {error.strerror}") from None
-    runs, to_come = options.all_runs(), set()
-    missing = [run.name for run in runs if not has_ended(folder / run.name)]
-    for run in runs:
+    to_come: set[Path] = set()
+    for run in options.all_runs():
         path = folder / run.name
         if path.exists() and not options.resume:
             raise UserError(
                 f"{where}: {run.name} is there already; --resume goes on with it, or choose another"
             )
-        for key in BY_SEED if run.name in missing else ():
+        for key in BY_SEED if not has_ended(path) else ():
             check_source(run, key, to_come)
         to_come.add(path.resolve())
-    if options.reveal:
-        # Of a row that diverged in every trial there is no run.
-        for row in options.rows:
-            trials = options.trials_of(row)
-            if trials and all((folder / run.name / DIVERGED).exists() for run in trials):
-                names = [options.run_of(row, seed).name for seed in options.seeds]
-                missing = [name for name in missing if name not in names]
-        if missing:
-            raise UserError(
-                f"--reveal: {len(missing)} runs of the plan are missing in "
-                f"{quote(options.folder, 250)} ({listed(missing)}); train them first, with --resume"
-            )
 
 
 def check_source(run: Run, key: str, to_come: set[Path]) -> None:
@@ -358,7 +335,7 @@ def do_run(
 
     One that fails ends no other one: it goes on where the comparison does. Raises UserError where
     the folder has another run, where the job is asked to stop, and for what is missing of a plan
-    that is `revealed`. Collective on `world`.
+    that is `revealed` or about to be. Collective on `world`.
     """
     world, path = place.topology.world, Path(options.folder) / run.name
     point = {key_of(key): _told(key, value) for key, value in run.point.items()}
@@ -369,8 +346,8 @@ def do_run(
         if not broadcast_json(world, run_on_first(world, lambda: has_ended(path))):
             if revealed:
                 raise UserError(
-                    f"the run {run.name} is missing in {quote(options.folder, 250)}, whose plan "
-                    "was revealed: put it back, or begin anew with another --dir"
+                    f"--reveal: the run {run.name} is missing in {quote(options.folder, 250)}: "
+                    "before, train it with --resume; after, put it back, or choose another --dir"
                 )
             log.info("%s: learning rate %g", run.name, settings.lr)
             try:

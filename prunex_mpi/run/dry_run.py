@@ -22,9 +22,8 @@ from prunex_mpi.pruning.compaction import Plan, build_plan, cut_plan
 from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
-from prunex_mpi.run.loading import CPU, find_inputs
 from prunex_mpi.run.pretrained import check_initial
-from prunex_mpi.run.problem import make_model
+from prunex_mpi.run.problem import CPU, find_inputs, make_model
 from prunex_mpi.settings.fields import Settings, known_freeze
 from prunex_mpi.settings.values import AUTO
 

@@ -35,7 +35,6 @@ from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.grouping import choose_rules, make_groups
 from prunex_mpi.core.losses import find_losses
-from prunex_mpi.core.mask_choice import memory_of_scores
 from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.optimizer import describe_muon
 from prunex_mpi.core.schedule import total_steps
@@ -64,9 +63,8 @@ from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import out_of_reach
 from prunex_mpi.pruning.rules import rules_of
-from prunex_mpi.run.loading import CPU, find_inputs, load_dataset
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
-from prunex_mpi.run.problem import build_problem, make_model
+from prunex_mpi.run.problem import CPU, build_problem, find_inputs, load_dataset, make_model
 from prunex_mpi.run.supervision import check_exchange
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
@@ -336,10 +334,7 @@ def assemble(
     model = run_collectively(topology.world, lambda: make_model(settings, inputs))
     world = topology.world
     run_collectively(world, lambda: check_state_dict(model))
-    run_on_first(world, lambda: check_transient(model, inputs))
-    if ":" in settings.model:
-        run_on_first(world, lambda: check_repeatable(settings, model, inputs))
-        run_on_first(world, lambda: check_causal(settings, model, inputs))
+    run_on_first(world, lambda: check_model(settings, model, inputs))
     layout = run_collectively(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))
@@ -358,9 +353,8 @@ def assemble(
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
     state.alone = world.size == 1
-    state.memory |= memory_of(settings, layout, state.theta)
+    state.memory |= memory_of(settings, state)
     state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
-    state.memory |= memory_of_scores(settings, state)
     heartbeat.beat(2)
     return RunContext(state, problem, settings, transport, heartbeat)
 
@@ -380,12 +374,20 @@ def check_state_dict(model: torch.nn.Module) -> None:
             )
 
 
-def check_transient(model: torch.nn.Module, inputs: Inputs) -> None:
-    """Raise UserError where training moves what no file of a run holds."""
+def check_model(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:
+    """Raise UserError where a model of the user's does what no file of a run can tell."""
     if name := moved_in_training(model, inputs):
         raise UserError(
             f"training moves {name} of the model, a buffer that is not persistent, which no file "
             "of a run holds: register it with persistent=True"
+        )
+    if ":" not in settings.model:
+        return
+    check_repeatable(settings, model, inputs)
+    if isinstance(inputs, Tokens) and reads_ahead(model, inputs, SAME_WITHIN):
+        raise UserError(
+            f"model {settings.model} reads ahead: the output at a position depends on later "
+            "tokens, which it is to predict; give it a causal mask"
         )
 
 
@@ -422,12 +424,3 @@ def check_repeatable(settings: Settings, model: torch.nn.Module, inputs: Inputs)
                 f"model {settings.model} is another one each time that it is built, with the same "
                 "state_dict: keep what it draws in a buffer, or draw it by a seed of its own"
             )
-
-
-def check_causal(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:
-    """Raise UserError where a model of the user's reads the tokens that it is to predict."""
-    if isinstance(inputs, Tokens) and reads_ahead(model, inputs, SAME_WITHIN):
-        raise UserError(
-            f"model {settings.model} reads ahead: the output at a position depends on later "
-            "tokens, which it is to predict; give it a causal mask"
-        )

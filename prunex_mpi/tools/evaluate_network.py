@@ -20,6 +20,7 @@ from prunex_mpi.base.imports import check_named
 from prunex_mpi.base.logs import set_up_logging
 from prunex_mpi.base.record_keys import reached
 from prunex_mpi.base.schema import check_network, read_json
+from prunex_mpi.base.single_process import print_result
 from prunex_mpi.base.tables import Table, format_lines, format_table
 from prunex_mpi.comm.agreement import (
     raise_together,
@@ -38,9 +39,8 @@ from prunex_mpi.data.text import Windows, take_windows, window_batches, windows_
 from prunex_mpi.data.text_files import Text, Tokenizer
 from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
-from prunex_mpi.run.delivery import print_result
 from prunex_mpi.run.finished_run import known_tokenizer, read_finished_run
-from prunex_mpi.run.loading import READ, share_contents, share_text
+from prunex_mpi.run.problem import READ, share_contents, share_text
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, FROM_FILES, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options

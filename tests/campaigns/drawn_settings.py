@@ -40,35 +40,16 @@ BASE = (
 HALF_WAY = 7
 USAGE, PREEMPTED = 2, 75
 
-PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
-GROUPS = ("filter", "channel", "shape", "kernel", "pattern", "coupled", "filter channel")
-CONSENSUS = {
-    "--mask-agreement": ("or", "vote"),
-    "--after-freeze": ("local-sgd", "admm"),
-    "--theta-start": ("z", "theta"),
-    "--penalty": ("fixed", "ramp"),
-}
-PRUNES = {
-    "--groups": GROUPS,
-    "--keep-ratio": ("0.3", "0.5", "0.8"),
-    "--keep-by": ("groups", "parameters"),
-}
-ROUNDS = {
-    "--payload": PAYLOADS,
-    "--overlap-steps": ("0", "1 --evaluate-every 3"),
-    "--fragments": ("1", "2"),
-    "--node-sync": ("step", "outer"),
-    "--bn": ("average", "recalibrate"),
-}
-STEPS = {"--aggregation": ("flat", "hierarchical")}
-ALL = {
-    "--optimizer": ("sgd", "adamw"),
-    "--val-split": ("0", "0.2"),
-    "--lr": ("0.01", "0.05"),
-    "--model-ema-decay": ("0", "0.5"),
-    "--clip-grad": ("0", "0.5"),
-    "--seed": ("0", "1"),
-}
+# Flags with values to draw from.
+ALL = """--optimizer sgd|adamw; --val-split 0|0.2; --lr 0.01|0.05; --model-ema-decay 0|0.5;
+    --clip-grad 0|0.5; --seed 0|1"""
+PRUNES = """--groups filter|channel|shape|kernel|pattern|coupled|filter channel;
+    --keep-ratio 0.3|0.5|0.8; --keep-by groups|parameters"""
+CONSENSUS = """--mask-agreement or|vote; --after-freeze local-sgd|admm; --theta-start z|theta;
+    --penalty fixed|ramp"""
+ROUNDS = """--payload fp32|fp16|bf16|int8|int8sum|int4|int2; --fragments 1|2;
+    --overlap-steps 0|1 --evaluate-every 3; --node-sync step|outer; --bn average|recalibrate"""
+STEPS = "--aggregation flat|hierarchical"
 STAGES = "--warmup-iterations 1 --keep-ramp-iterations 2 --freeze-iteration 4"
 # What a method takes, and how many times as often it is drawn.
 METHODS = {
@@ -96,9 +77,10 @@ def draw(seed: int, number: int) -> tuple[str, list[str]]:
     own, tables, _ = METHODS[method]
     text = f"{BASE} {dataset} {own} --method {method} --model {rng.choice(models)}"
     for table in [ALL, *tables]:
-        # Some stay as they are by default.
-        drawn = {flag: rng.choice(values) for flag, values in table.items() if rng.random() < 0.6}
-        text += "".join(f" {flag} {value}" for flag, value in drawn.items())
+        for flag, _, values in (part.strip().partition(" ") for part in table.split(";")):
+            # Some stay as they are by default.
+            drawn = rng.choice(values.split("|"))
+            text += f" {flag} {drawn}" if rng.random() < 0.6 else ""
     if method != "prunex-flat":
         text += f" --ranks-per-node {LAYOUTS[layout][1]}"
     # Of a flag that stands there twice the last one counts.
@@ -109,8 +91,9 @@ def draw(seed: int, number: int) -> tuple[str, list[str]]:
 def start(layout: str, program: Sequence[str], folder: Path, limit_s: float) -> tuple[int, str]:
     """Run a job to its end, or for `limit_s`; return its exit code (-1 for none) and its errors."""
     command = [*launcher(), "-n", str(LAYOUTS[layout][0]), sys.executable, *program]
-    where = {"cwd": folder, "env": environment(), "stdin": subprocess.DEVNULL}
-    with subprocess.Popen(command, **where, stdout=-3, stderr=-1, text=True) as job:
+    files = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    job = subprocess.Popen(command, cwd=folder, env=environment(), text=True, **files)
+    with job:
         try:
             errors = job.communicate(timeout=limit_s)[1]
         except subprocess.TimeoutExpired:

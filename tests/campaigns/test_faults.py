@@ -138,7 +138,7 @@ PLACES = (
     Place(
         "prunex_mpi.base.files:os.replace", 2, per_checkpoint=1, only_rank_0=True, finishing=True
     ),
-    Place("prunex_mpi.run.delivery:save_model", 1, only_rank_0=True, finishing=True),
+    Place("prunex_mpi.run.job:save_model", 1, only_rank_0=True, finishing=True),
     Place(
         "prunex_mpi.run.directory:RunDirectory.write_summary", 1, only_rank_0=True, finishing=True
     ),
@@ -640,7 +640,7 @@ def test_a_run_survives_faults_one_after_the_other(tmp_path, reference_of):
     chain.damage_newest(rng)
     broken("term", 1, "data.batches:BatchStream.next", 6)
     assert chain.tally.trials["damage"] == 1
-    broken("exit", 0, "run.delivery:save_model", 1)
+    broken("exit", 0, "run.job:save_model", 1)
     chain.duel()
     assert chain.tally.trials.total() == 7
     assert not chain.tally.problems

@@ -25,8 +25,7 @@ from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run.loading import load_dataset
-from prunex_mpi.run.problem import build_problem
+from prunex_mpi.run.problem import build_problem, load_dataset
 from prunex_mpi.run.supervision import Checkpoints, run_to_end
 
 WARM = 50

@@ -19,7 +19,6 @@ from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wire, Wires, find_wires
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.mask_choice import memory_of_scores
 from prunex_mpi.core.state import Problem, RunContext, build_state
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods.exchanges import exchange_of, memory_of
@@ -73,7 +72,7 @@ def make_context(settings, model, stream, steps=STEPS, loss=F.cross_entropy, sid
     state.alone = WORLD.size == 1
     if DEVICE.type != "cpu":
         stream = Moved(stream)
-    state.memory |= memory_of(settings, layout, state.theta) | memory_of_scores(settings, state)
+    state.memory |= memory_of(settings, state)
     nothing = Shard(torch.empty(0), torch.empty(0))
     # Without code in C++, which takes its time: what is seen is whether it follows the model.
     forward = torch.compile(model, backend="aot_eager") if settings.compile else model

@@ -16,7 +16,7 @@ from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import RunContext
-from prunex_mpi.run.loading import load_dataset
+from prunex_mpi.run.problem import load_dataset
 from prunex_mpi.run.start import assemble
 from prunex_mpi.run.supervision import goes_behind_steps
 

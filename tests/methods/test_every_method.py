@@ -1,5 +1,7 @@
 """What every method keeps to, so that checkpoints and mixed precision do right by it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from driving import COMMON, run_driver
@@ -21,7 +23,8 @@ def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:
     """Return what a method remembers of a small network in float64."""
     layout = build_layout(new_net(method=method))
     theta = torch.zeros(layout.numel, dtype=torch.float64)
-    return memory_of(make(method=method, **changes), layout, theta)
+    state = SimpleNamespace(layout=layout, theta=theta)
+    return memory_of(make(method=method, **changes), state)
 
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS])

@@ -48,7 +48,7 @@ from prunex_mpi.methods.pactrain_mask import (
     windows_apart,
 )
 from prunex_mpi.models.layout import matrices
-from prunex_mpi.run import delivery
+from prunex_mpi.run import job
 from prunex_mpi.run.summary import closing_table
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -118,7 +118,7 @@ def test_records_and_totals_count_single_weights():
     with nodes_of(2) as topology:
         stream = RandomStream(WORLD.rank, torch.float32)
         ((record, state),) = run_driver(topology, settings, new_net(torch.float32), stream, STEPS)
-        totals = delivery.summarise(settings, topology, state, [record], "completed")
+        totals = job.summarise(settings, topology, state, [record], "completed")
     counts = {s.name: s.numel for s in matrices(state.layout)}
     kept = {name: -(-3 * count // 10) for name, count in counts.items()}
     before, after = sum(counts.values()), sum(kept.values())

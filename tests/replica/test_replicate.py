@@ -20,7 +20,7 @@ from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.replica.replicate import Replica
-from prunex_mpi.run.loading import load_dataset
+from prunex_mpi.run.problem import load_dataset
 from prunex_mpi.run.start import assemble
 from prunex_mpi.run.supervision import outer_iterations
 

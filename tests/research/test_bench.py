@@ -149,7 +149,6 @@ def test_bad_flags_are_refused(flags, culprits):
     ("flags", "culprit"),
     [
         (["kernels", "--model", "resnet21"], "resnet21"),
-        (["overhead", "--models", "resnet21"], "resnet21"),
         (["kernels", "--model", "resnet8", "--json", "/nowhere/x.json"], "/nowhere/x.json"),
     ],
 )

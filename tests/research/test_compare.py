@@ -201,7 +201,7 @@ def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, 
     flags = [plan, "--dataset=imagefolder", f"--data-dir={images}", "--train-samples=0"]
     flags.append("--test-samples=0")
     trained = noting_runs(monkeypatch)
-    with pytest.raises(UserError, match=r"--reveal: 8 runs .* missing .*dense-trial-0"):
+    with pytest.raises(UserError, match=r"--reveal: the run dense-trial-0 is missing"):
         compared([*flags, "--reveal"], tmp_path)
     tables, place = compared([*flags, "--target=0.01", "--resume"], tmp_path)
     # As many trials of each row, with another seed than its runs.
@@ -268,7 +268,7 @@ def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, 
     with pytest.raises(UserError, match=r"another plan .* was revealed there"):
         compared([*flags, "--batch-size=2", "--resume"], tmp_path)
     on_rank_0(lambda: Path(f"{place}/runs/dense-1/summary.json").unlink())
-    with pytest.raises(UserError, match=r"dense-1 is missing .* whose plan was revealed"):
+    with pytest.raises(UserError, match=r"the run dense-1 is missing"):
         compared([*flags, "--resume"], tmp_path)
 
 
@@ -295,7 +295,7 @@ def test_a_row_that_diverges_or_fails_says_so_and_ends_no_other(quiet, tmp_path,
     assert poor["seed 0"] is not None and poor["seed 1"] == "failed"
     assert "poor, seed 1: failed: no room for it" in results.notes
     assert cells(results, "dense")["validation accuracy %"] is not None
-    with pytest.raises(UserError, match=r"--reveal: 1 runs .* \(poor-1\)"):
+    with pytest.raises(UserError, match=r"--reveal: the run poor-1 is missing"):
         compared([plan, "--reveal"], tmp_path)
     # What has failed is tried again; where a trial did, nothing is chosen.
     broken = -1
@@ -305,16 +305,6 @@ def test_a_row_that_diverges_or_fails_says_so_and_ends_no_other(quiet, tmp_path,
     alone = write_plan(tmp_path / "alone", LOCAL.replace("local]", "poor]"))
     tables, _ = compared([alone], tmp_path / "other", status=FAILURE)
     assert cells(tables["Comparison:"], "poor")["seed 0"] == "failed"
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_a_directory_that_is_there_is_refused_before_anything_runs(quiet, tmp_path):
-    place = broadcast_text(WORLD, str(tmp_path))
-    on_rank_0(lambda: (tmp_path / "topk-1").mkdir())
-    flags = ["--methods", "dense", "topk", "--seeds", "0", "1", f"--dir={place}"]
-    with pytest.raises(UserError, match="topk-1 is there already"):
-        compare(WORLD, parse([*TINY, *flags]))
 
 
 @pytest.mark.any_mpi
@@ -356,36 +346,23 @@ def test_networks_to_begin_with_are_looked_for_before_anything_runs(tmp_path, fl
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_a_network_that_is_not_there_is_missed_on_every_rank(quiet, monkeypatch, tmp_path):
-    monkeypatch.setattr(comparing, "take_places", pytest.fail)
-    place = broadcast_text(WORLD, str(tmp_path))
-    flags = ["--methods=dense", "--seeds=3", f"--init-from={place}/x-{{seed}}", f"--dir={place}/d"]
-    with pytest.raises(UserError, match=f"row dense, seed 3: --init-from '{place}/x-3' is neither"):
-        compare(WORLD, parse([*TINY, *flags]))
-
-
-@pytest.mark.mpi
-def test_rows_by_epochs_that_round_to_other_steps_are_refused_before_they_train(
-    quiet, tmp_path, monkeypatch
-):
-    plan = Path(broadcast_text(WORLD, str(tmp_path))) / "plan.toml"
+def test_rows_are_trained_on_as_many_samples_unless_they_say_otherwise(tmp_path):
+    # 12 steps an epoch: an eighth is 2, a half 6.
     row = '[rows.{}]\nmethod = "dense"\nlocal-epochs = "{}"\nouter-iterations = {}\n'
-    if WORLD.rank == 0:
-        # 12 steps an epoch: an eighth is 2, a half 6.
-        plan.write_text(row.format("often", "1/8", 8) + row.format("whole", "1/2", 2))
-    WORLD.Barrier()
-    monkeypatch.setattr(job, "run", pytest.fail)
-    flags = [*TINY[:5], f"--train-samples={60 * WORLD.size}", "--ranks-per-node=1"]
-    flags.append(f"--dir={plan.parent}/runs")
-    options = parse([f"--plan={plan}", *flags, "--seeds=0"])
-    with pytest.raises(UserError, match="whole has 48 and often 64"):
-        compare(WORLD, options)
-    row = '[rows.one]\nmethod = "dense"\nlocal-epochs = "1/2"\ngrid = {outer-iterations = [2, 4]}'
-    options = parse([write_plan(tmp_path / "tuned", row), *flags])
+    unequal = row.format("often", "1/8", 8) + row.format("whole", "1/2", 2)
+    one = '[rows.one]\nmethod = "dense"\nlocal-epochs = "1/2"\ngrid = {outer-iterations = [2, 4]}'
+
+    def check(text: str) -> None:
+        (tmp_path / "plan.toml").write_text(text)
+        options = parse([f"--plan={tmp_path}/plan.toml", *TINY[:4]])
+        comparing.check_rows(options, 48, Images(8, 10))
+
+    with pytest.raises(UserError, match=r"whole has 48 and often 64 .* own-length = true"):
+        check(unequal)
+    check(f"{unequal}own-length = true\n")
+    tuned = '[protocol]\ntrials = 2\nlength = "1/2"\ntune-seed = 3\nseeds = [0]\n'
     with pytest.raises(UserError, match=r"row one: trials must be .* have 48 to 96 per rank"):
-        compare(WORLD, options)
+        check(tuned + one)
 
 
 @pytest.mark.any_mpi

@@ -35,7 +35,7 @@ from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.mask_choice import SENSITIVITY, memory_of_scores
+from prunex_mpi.core.mask_choice import SENSITIVITY
 from prunex_mpi.core.state import (
     CODED,
     KNOWN,
@@ -53,8 +53,7 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.loading import load_dataset
-from prunex_mpi.run.problem import build_problem
+from prunex_mpi.run.problem import build_problem, load_dataset
 from prunex_mpi.run.snapshot import contents, misfit, put_common
 from prunex_mpi.run.supervision import Checkpoints, outer_iterations, write_checkpoint
 from prunex_mpi.settings.fields import Settings
@@ -309,8 +308,7 @@ def new_run(
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     groups = make_groups(settings, model, layout, Images(dataset.image_size))
     state = build_state(model, layout, groups, settings)
-    state.memory |= memory_of(settings, layout, state.theta) | memory_of_ema(settings, state)
-    state.memory |= memory_of_scores(settings, state)
+    state.memory |= memory_of(settings, state) | memory_of_ema(settings, state)
     wanted = settings.overlap_steps != 0
     behind = HELPERS.enter_context(exchanging_behind(topology, wanted, transport))
     context = RunContext(state, problem, settings, transport, heartbeat, behind=behind)

@@ -133,7 +133,8 @@ def test_a_job_that_is_ended_before_its_summary_has_its_last_checkpoint(monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(RunDirectory, "write_summary", ended)
             with pytest.raises(UserError, match=r"summary.json can't be written: No space"):
-                run_job_here(settings_of(folder, "run", method="dense", outer_iterations=2))
+                ways = {"method": "dense", "outer_iterations": 2, "checkpoint_every": "9"}
+                run_job_here(settings_of(folder, "run", **ways))
         names = [path.name for path in (folder / "run/checkpoints").iterdir()]
         assert names == ["000001-iteration-3-step-0"]
         assert not (folder / "run/summary.json").exists()

@@ -1,20 +1,160 @@
-"""What a rank trains: the same weights everywhere, whatever each rank has built."""
+"""Data are read once among the ranks; all train the same weights on their shares of them."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import own_data
 import pytest
 import torch
+from image_folders import damage, write_folder, write_tars
+from jobs import run_job_here
 from nodes import WORLD, nodes_of
+from own_data import Own
 from torch import nn
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import broadcast
-from prunex_mpi.run.loading import load_dataset
-from prunex_mpi.run.problem import build_problem
+from prunex_mpi.data import image_files, sources
+from prunex_mpi.run import problem
+from prunex_mpi.run.problem import CPU, build_problem, free_room, load_dataset, share_contents
 
-CPU = torch.device("cpu")
+READERS = {"imagefolder": (image_files, "read_names"), "webdataset": (image_files, "read_headers")}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Path]:
+    """Return a folder of class folders and one of tar files, the same ones on all ranks."""
+    root = Path(broadcast_text(WORLD, str(tmp_path)))
+    if WORLD.rank == 0:
+        write_tars(root / "tars", write_folder(root / "pictures", train=6, test=2))
+    WORLD.Barrier()
+    return {"imagefolder": root / "pictures", "webdataset": root / "tars"}
+
+
+def told_by_all(mine: list[str]) -> list[str]:
+    """Return what all ranks have noted, sorted."""
+    texts = [broadcast_text(WORLD, json.dumps(mine), root) for root in range(WORLD.size)]
+    return sorted(line for text in texts for line in json.loads(text))
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", READERS)
+def test_each_folder_and_each_tar_file_is_read_by_one_rank(name, places, monkeypatch):
+    module, reader = READERS[name]
+    real, mine = getattr(module, reader), []
+
+    def noted(path: str) -> Any:
+        mine.append(path)
+        return real(path)
+
+    monkeypatch.setattr(module, reader, noted)
+    found = share_contents(WORLD, name, str(places[name]), Heartbeat())
+    paths = sorted(map(str, places[name].glob("*/*")))
+    assert found == {path: real(path) for path in paths}
+    assert told_by_all(mine) == paths
+    assert share_contents(WORLD, "digits", str(places[name]), Heartbeat()) == {}
+
+
+@pytest.mark.mpi
+def test_items_in_another_order_on_each_rank_are_refused(monkeypatch):
+    images = [np.full((3, 8, 8), 3 * number, dtype=np.uint8) for number in range(80)]
+    turned = Own(images[2 * WORLD.rank :] + images[: 2 * WORLD.rank], [0, 1] * 40)
+    monkeypatch.setattr(own_data, "made", lambda data_dir, train: turned, raising=False)
+    settings = make(model="resnet8", dataset="own_data:made")
+    refused = pytest.raises(UserError, match="order, names, labels")
+    with nodes_of(1) as topology, refused as caught:
+        load_dataset(topology, settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_no_class_folder_is_read_twice_by_the_ranks_of_a_job_or_of_a_dry_run(places, monkeypatch):
+    folder, real, mine = str(places["imagefolder"]), os.scandir, []
+
+    def noted(path: str) -> Any:
+        mine.append(str(path))
+        return real(path)
+
+    expected = sorted(map(str, places["imagefolder"].glob("*/*")))
+    for dry in (False, True):
+        settings = make(model="resnet8", dataset="imagefolder", data_dir=folder, dry_run=dry)
+        mine.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "scandir", noted)
+            if dry:
+                run_job_here(settings)
+            else:
+                with nodes_of(1) as topology:
+                    load_dataset(topology, settings).close()
+        every = told_by_all(mine)
+        assert [path for path in every if path in expected] == expected, dry
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_what_one_rank_cannot_read_ends_all(places):
+    path = places["webdataset"] / "train/0007.tar"
+    if WORLD.rank == 0:
+        damage(path)
+    WORLD.Barrier()
+    with pytest.raises(UserError, match=f"cannot read tar file {path}") as caught:
+        share_contents(WORLD, "webdataset", str(places["webdataset"]), Heartbeat())
+    assert caught.value.exit_code == UNREADABLE
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_a_class_folder_that_one_rank_cannot_read_ends_all(places, monkeypatch):
+    real, refused = os.scandir, str(places["imagefolder"] / "test/bee")
+
+    def scandir(path: str) -> Any:
+        if str(path) == refused:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=f"cannot read folder {refused}: Permission") as caught:
+        share_contents(WORLD, "imagefolder", str(places["imagefolder"]), Heartbeat())
+    assert caught.value.exit_code == UNREADABLE
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_ranks_share_what_is_free_on_their_gpus(monkeypatch):
+    """Torch has 50 bytes of its own, 20 of them in use; other programs have left 1000 or more."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 + 100 * WORLD.rank, 8000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
+    monkeypatch.setattr(problem, "gpu_identity", lambda _: "the only one")
+    with nodes_of(2) as topology:
+        assert free_room(topology, torch.device("cuda:0")) == 1030 // WORLD.size
+        assert free_room(topology, CPU) is None
+        monkeypatch.setattr(problem, "gpu_identity", lambda _: f"that of rank {WORLD.rank}")
+        assert free_room(topology, torch.device("cuda:0")) == 1030
+        monkeypatch.setattr(problem, "free_room", lambda *_: 100)
+        settings = make("recipe", dataset="synthetic", train_samples=64, image_size=8)
+        with pytest.raises(UserError, match="its GPU has"):
+            load_dataset(topology, settings)
+
+
+@pytest.mark.any_mpi
+@pytest.mark.mpi
+def test_images_of_one_class_are_refused(monkeypatch):
+    monkeypatch.setattr(sources, "SYNTHETIC_CLASSES", 1)
+    settings = make("recipe", dataset="synthetic", train_samples=16, test_samples=8, image_size=8)
+    with nodes_of(2) as topology, pytest.raises(UserError, match="of one class") as caught:
+        load_dataset(topology, settings)
+    assert caught.value.exit_code == UNREADABLE
 
 
 @pytest.mark.any_mpi

@@ -16,7 +16,10 @@ from launch import LIMIT_S, environment, launcher, repeatable_metrics, train
 
 from prunex_mpi.base.logs import log
 from prunex_mpi.config.resolve import make
-from prunex_mpi.run.kept import Kept, LostNodes, tell
+from prunex_mpi.core.lasting import SUM
+from prunex_mpi.run import kept as kept_module
+from prunex_mpi.run.kept import Kept, LostNodes, Member, tell
+from prunex_mpi.run.survival import divide, together
 
 FAULTY = str(Path(__file__).parents[1] / "harness" / "faulty.py")
 ITERATIONS = 8
@@ -39,7 +42,7 @@ PLACES = {
     "freeze": ("prunex_mpi.methods.hsadmm:freeze", []),
     "removal": ("prunex_mpi.core.removal:remove_", ["--groups", "coupled", "--remove-dropped"]),
     "keeping": ("prunex_mpi.run.kept:common_contents", []),
-    "end": ("prunex_mpi.run.delivery:deliver", []),
+    "end": ("prunex_mpi.run.job:deliver", []),
 }
 
 
@@ -134,11 +137,24 @@ def test_a_run_that_is_over_is_not_begun_anew(fault, tmp_path):
     assert "go on from" not in text and "Traceback" not in text
 
 
+def test_losses_one_after_the_other_are_told_together():
+    members = [Member(rank, rank, "host", rank, "") for rank in range(4)]
+    kept = Kept(make(), began=True, members=members)
+    stay, first = divide(kept, [1, 2, 3], 4)
+    kept.members = [members[rank] for rank in stay]
+    # The second one's numbers are those among the others.
+    _, second = divide(kept, [0, 2], 3)
+    assert (first, second) == (LostNodes((0,), (0,)), LostNodes((2,), (2,)))
+    assert together(first, second) == LostNodes((0, 2), (0, 2))
+
+
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("memory", [(), ("own.residual",)])
-def test_a_line_says_what_is_lost_with_a_node(apart, memory, caplog):
-    state = SimpleNamespace(memory=dict.fromkeys(memory), position=SimpleNamespace(iteration=3))
-    problem = SimpleNamespace(train=SimpleNamespace(batch_size=8))
+@pytest.mark.parametrize("memory", [(), ("residual",)])
+def test_a_line_says_what_is_lost_with_a_node(apart, memory, caplog, monkeypatch):
+    summed = dict.fromkeys(memory, SimpleNamespace(elsewhere=SUM))
+    monkeypatch.setattr(kept_module, "lasting", lambda *_: summed)
+    state = SimpleNamespace(position=SimpleNamespace(iteration=3))
+    problem = SimpleNamespace(train=SimpleNamespace(batch_size=8), model=None)
     kept = Kept(make(), loss=LostNodes((1,), (2, 3)), apart=apart)
     topology = SimpleNamespace(world_size=2, num_nodes=1)
     with caplog.at_level("INFO", log.name):

@@ -112,7 +112,7 @@ def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch):
         return {**found, "accuracy": accuracy}
 
     monkeypatch.setattr(evaluation, "judge", judge)
-    monkeypatch.setattr("prunex_mpi.run.delivery.judge", judge)
+    monkeypatch.setattr("prunex_mpi.run.job.judge", judge)
     with run_folder() as folder:
         changes = {**PRUNING, "freeze_iteration": 2, "outer_iterations": 6}
         assert run_job_here(settings_of(folder, "whole", **changes)) == 0
