@@ -18,10 +18,10 @@ from torch import nn
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm import collectives
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core import broadcast
 from prunex_mpi.data import image_files, sources
 from prunex_mpi.run import problem
 from prunex_mpi.run.problem import CPU, build_problem, free_room, load_dataset, share_contents
@@ -190,13 +190,13 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(alike, monkeypatch):
         model[1].running_mean[2] = float(WORLD.rank == 0)
     before = [t.clone() for t in model.state_dict().values()]
     sent = []
-    real = broadcast.bcast_
+    real = collectives.bcast_
 
     def bcast(*operands: object) -> None:
         sent.append(1)
         real(*operands)
 
-    monkeypatch.setattr(broadcast, "bcast_", bcast)
+    monkeypatch.setattr(collectives, "bcast_", bcast)
     transport = build_transport(CPU, 1.0, "host")
     with nodes_of(2) as topology:
         dataset = load_dataset(topology, settings)
