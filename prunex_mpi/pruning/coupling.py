@@ -149,9 +149,14 @@ def find_coupling(
     """Find the coupled groups of `model`, which reads `inputs`, by one dummy input on the CPU.
 
     In the modules named in `plain` only plain rules hold; channels that the calls in `pins` touch
-    stay. Raises UserError when no group can be removed.
+    stay, and so do those of parameters that are not trained. Raises UserError when no group can be
+    removed.
     """
     labels = follow_input(model, inputs, plain, pins)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            for known in (labels.rows, labels.columns, labels.free):
+                labels.pin_labels(np.ravel(known.get(name, ())).tolist(), f"{name} is not trained")
     _settle(labels)
     return replace(_collect(labels), inputs=inputs)
 

@@ -267,11 +267,6 @@ def find_groups(
     if coupling is not None:
         excluded += coupling.excluded
         for name in [*coupling.rows, *coupling.columns, *coupling.inner]:
-            if name not in index:
-                raise UserError(
-                    f"coupled groups: {name} is not trained; choose another --model or other "
-                    "--groups"
-                )
             if name not in names:
                 names.append(name)
                 layers.append(_as_layer(index[name], model.get_parameter(name)))

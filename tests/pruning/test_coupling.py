@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
+from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
+from prunex_mpi.pruning.groups import find_groups
 
 SIDE = 8
 
@@ -250,6 +252,30 @@ def test_what_would_be_felt_is_never_removed(middle, reason):
         find_coupling(Body(middle), Images(SIDE))
     assert reason in str(caught.value)
     assert "): choose other --groups, or a --method that does not prune" in str(caught.value)
+
+
+class Adapted(Plain):
+    """A frozen convolution beside two small ones that are trained, as in LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.requires_grad_(False)
+        self.narrow, self.widen = nn.Conv2d(6, 3, 1, bias=False), nn.Conv2d(3, 6, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.widen(self.narrow(x))
+
+
+def test_channels_of_what_is_not_trained_stay_and_all_else_is_pruned():
+    model = Body(nn.Sequential(Adapted(), conv(6, 5), conv(5, 6)))
+    found = find_coupling(model, Images(SIDE))
+    assert {s.name for s in found.sets} == {
+        *("middle.0.narrow.weight", "middle.1.0.weight", "middle.2.0.weight")
+    }
+    assert f"{STEM} [coupled]: middle.0.inner.0.weight is not trained" in found.excluded
+    groups = find_groups(model, build_layout(model), ("coupled",), (0.5,), coupling=found)
+    assert groups.total == found.total == 14
+    assert_exact(model)
 
 
 def test_plain_rules_know_what_gives_a_shape_alone():
