@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +26,18 @@ from prunex_mpi.models.slim import (
     norm_dim,
 )
 from prunex_mpi.pruning import label_attention, label_layers
+from prunex_mpi.pruning.elementwise import Trial
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
-from prunex_mpi.pruning.labels import NUMBER, PINNED, Labels, Site, by_position, mixes, tensors_in
+from prunex_mpi.pruning.labels import (
+    NUMBER,
+    PINNED,
+    Labels,
+    Site,
+    by_position,
+    mixes,
+    tensors_in,
+    turned,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Where a forward pass is
@@ -120,15 +130,6 @@ def following(model: nn.Module, places: Places) -> Iterator[None]:
 # Labels along it
 # --------------------------------------------------------------------------------------------------
 
-# Element-wise, zero maps to zero.
-ZERO_PRESERVING = {
-    *("relu", "relu_", "relu6", "leaky_relu", "leaky_relu_", "elu", "selu", "celu", "silu", "gelu"),
-    *("mish", "hardswish", "tanh", "hardtanh", "hardtanh_", "softsign", "clone", "contiguous"),
-    *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "neg"),
-    *("alpha_dropout", "detach", "to", "float", "double", "type", "abs", "square"),
-}
-# Element-wise, zero does not map to zero.
-ELEMENTWISE = {"sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_", "softplus", "exp"}
 # Applied to the labels as to the data.
 SHAPING = {
     *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze"),
@@ -136,19 +137,15 @@ SHAPING = {
     *("__getitem__", "swapaxes", "narrow", "select", "t", "tensor_split", "broadcast_to"),
 }
 RESHAPING_WEIGHTS = {"view", "reshape", "flatten", "view_as", "reshape_as"}
-# The same, but not with plain rules; `zeros_like` and `zero_` keep zeros zero.
-MORE_ZERO_PRESERVING = {"zeros_like", "zero_", "type_as"}
-MORE_ELEMENTWISE = {"clamp", "clamp_", "masked_fill", "masked_fill_", "ones_like", "full_like"}
+# The same, but not with plain rules.
 MORE_SHAPING = {
     *("roll", "flip", "mT", "T", "repeat", "repeat_interleave", "tile", "moveaxis", "swapdims"),
     *TEMPLATES,
 }
 # F.unfold has the same name.
 UNFOLD = Tensor.unfold
-# Of a positive number.
-POWERS = {"pow", "pow_", "__pow__", "__ipow__", "float_power"}
-# New tensors that take only dtype and device from their argument.
-NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
+# New tensors that take nothing but dtype, device or shape from their argument.
+NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "empty_like"}
 # Over positions, each channel by itself.
 POOLING = {
     *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
@@ -156,14 +153,7 @@ POOLING = {
     *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "upsample"),
     *("boolean_dispatch",),
 }
-ADDITIONS = {
-    *("add", "add_", "__add__", "__iadd__", "__radd__", "sub", "sub_", "__sub__", "__isub__"),
-    *("rsub", "__rsub__", "subtract", "subtract_"),
-}
-PRODUCTS = {"mul", "mul_", "__mul__", "__imul__", "__rmul__", "multiply", "multiply_"}
 REDUCTIONS = {"mean", "sum", "amax", "norm", "vector_norm", "var", "std"}
-# By a number.
-SCALINGS = {"div", "div_", "__truediv__", "__itruediv__", "true_divide"}
 RULES = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), label_layers.convolve),
     "linear": label_layers.multiply,
@@ -182,8 +172,6 @@ MORE_RULES = {
     "embedding": label_layers.embed,
     "rms_norm": label_layers.normalise_squares,
     "softmax": label_attention.soften,
-    "addcmul": label_layers.add_scaled,
-    **dict.fromkeys(SCALINGS, label_layers.divide),
 }
 
 
@@ -193,6 +181,7 @@ class Trace(TorchFunctionMode):
     def __init__(self, labels: Labels, places: Places, plain: frozenset[str], pins: Pins) -> None:
         super().__init__()
         self.labels, self.places, self.plain, self.pins = labels, places, plain, pins
+        self.trials: dict[Hashable, Trial] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, call = kwargs or {}, self.places.count()
@@ -211,8 +200,8 @@ class Trace(TorchFunctionMode):
         elif any(True for _ in tensors_in([result])):
             args, kwargs = by_position(args, kwargs)
             try:
-                self.follow(result, func, args, kwargs)
-                _ask_numbers(labels, func)
+                whole = self.follow(result, func, args, kwargs)
+                _ask_numbers(labels, whole)
             except UserError:
                 raise
             # An unexpected signature: nothing is known about the result.
@@ -225,46 +214,65 @@ class Trace(TorchFunctionMode):
         reason = mixes(_plain_name(func), plain=self.labels.plain)
         self.labels.keep([args, kwargs], [result], reason)
 
-    def follow(self, result: object, func, args: tuple, kwargs: dict) -> None:
-        """Label the result of `func`."""
+    def follow(self, result: object, func, args: tuple, kwargs: dict) -> bool:
+        """Label the result of `func`; return whether it works element by element."""
         labels, name = self.labels, getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
+        if isinstance(result, Tensor) and turned(labels.weights, result) is not None:
+            # It has the labels of the parameter, if it is used for anything but products.
+            return False
         if name in RESHAPING_WEIGHTS and label_layers.reshape_weight(labels, result, args[0]):
-            return
+            return False
         if name in RULES:
             RULES[name](labels, result, *args, **kwargs)
-        elif name in ADDITIONS or name in PRODUCTS:
-            label_layers.meet(labels, result, name in PRODUCTS, *args)
-        elif name in ZERO_PRESERVING or (name in SCALINGS and isinstance(args[1], int | float)):
-            labels.label(result, *labels.of(args[0]))
-        elif name in ELEMENTWISE or (not labels.plain and name in MORE_ELEMENTWISE):
-            labels.label(result, labels.of(args[0])[0], zero=False)
         elif name in POOLING and isinstance(result, Tensor):
             label_layers.pool(labels, result, args[0])
         elif name in REDUCTIONS:
             label_layers.reduce(labels, result, func, args, kwargs)
         elif name in SHAPING or (not labels.plain and (name in MORE_SHAPING or func is UNFOLD)):
             shape(labels, result, func, args, kwargs)
-        elif labels.plain:
-            self._keep(result, func, args, kwargs)
-        elif name in MORE_RULES:
+        elif name in MORE_RULES and not labels.plain:
             MORE_RULES[name](labels, result, *args, **kwargs)
-        elif name == "layer_norm" and len(args[1]) == 1:
+        elif name == "layer_norm" and len(args[1]) == 1 and not labels.plain:
             label_layers.normalise_layer(labels, result, *args, **kwargs)
-        elif name == "normalize":
+        elif name == "normalize" and not labels.plain:
             label_layers.normalise_length(labels, result, *args, **kwargs)
-        elif name in MORE_ZERO_PRESERVING or (name in POWERS and _is_positive(args[1])):
-            labels.label(result, *labels.of(args[0]))
         elif name in NEW:
             labels.label_pinned([result])
         else:
+            return self._meet(result, func, args, kwargs)
+        return False
+
+    def _meet(self, result: object, func, args: tuple, kwargs: dict) -> bool:
+        """Label the result of `func` if it works element by element; return whether it does."""
+        leaves = flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not any(x.dim() for x in tensors):
+            # Scalars, such as a counter, have no channels.
+            self.labels.label_pinned([result])
+            return bool(tensors)
+        key = func, tuple(kwargs), tuple(map(_kind_of, leaves))
+        trial = self.trials.get(key)
+        if trial is None:
+            trial = self.trials[key] = Trial(result, func, args, kwargs)
+        if trial.elementwise:
+            label_layers.meet(self.labels, result, trial, leaves, _plain_name(func))
+        else:
             self._keep(result, func, args, kwargs)
+        return trial.elementwise
 
 
-def _ask_numbers(labels: Labels, func) -> None:
+def _kind_of(leaf: object) -> Hashable:
+    """Return what a trial depends on of an argument."""
+    if not isinstance(leaf, Tensor):
+        return leaf if isinstance(leaf, Hashable) else id(leaf)
+    drawn = leaf.dim() and (leaf.is_floating_point() or leaf.dtype == torch.bool)
+    return tuple(leaf.shape), leaf.dtype, None if drawn else id(leaf)
+
+
+def _ask_numbers(labels: Labels, whole: bool) -> None:
     """Record that a call gets the same numbers in a smaller network, as the scale of attention."""
-    whole = getattr(func, "__name__", "") in ADDITIONS | PRODUCTS | SCALINGS
     kinds = (float, int) if whole else (float,)
     labels.ask([leaf if type(leaf) in kinds else None for leaf in flatten(labels.given)])
 
@@ -329,10 +337,6 @@ def _normalise_layer(norm: SlimLayerNorm, x: Tensor) -> Tensor:
         return F.group_norm(x, 1, norm.weight, norm.bias, norm.eps)
     x = F.layer_norm(x.movedim(norm.dim, -1), norm.weight.shape, norm.weight, norm.bias, norm.eps)
     return x.movedim(-1, norm.dim)
-
-
-def _is_positive(exponent: object) -> bool:
-    return isinstance(exponent, int | float) and exponent > 0
 
 
 def is_own(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.pruning.label_layers import multiply_transposed, read
+from prunex_mpi.pruning.label_layers import multiply_by, read
 from prunex_mpi.pruning.labels import Labels, distinct, first_along, thin, varying
 
 MIXES = "attention mixes it with others"
@@ -88,8 +88,7 @@ def attend(
 
 def multiply_matrices(labels: Labels, result: Tensor, first: Tensor, second: Tensor) -> None:
     """Label a product of matrices [..., n, k] and [..., k, m]."""
-    if id(second) in labels.names and second.dim() == 2:
-        multiply_transposed(labels, result, first, second)
+    if multiply_by(labels, result, first, second):
         return
     if first.dim() > 1 and second.dim() > 1:
         found, zeros = zip(*(labels.of(x) for x in (first, second)), strict=True)

@@ -3,14 +3,17 @@
 Each function labels the result of one torch function, and joins or pins groups of its arguments.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prunex_mpi.models.slim import flatten
+from prunex_mpi.pruning.elementwise import Trial
 from prunex_mpi.pruning.labels import (
     PINNED,
     VOID,
@@ -21,6 +24,7 @@ from prunex_mpi.pruning.labels import (
     first_along,
     mixes,
     thin,
+    turned,
     varying,
 )
 
@@ -215,10 +219,21 @@ def add_product(
     labels: Labels, result: Tensor, bias: Tensor, x: Tensor, weight: Tensor, **options: object
 ) -> None:
     """Label addmm, which some linear layers are made of."""
-    if id(weight) in labels.names and bias.dim() == 1:
-        multiply_transposed(labels, result, x, weight, bias)
-    else:
+    if bias.dim() != 1 or not multiply_by(labels, result, x, weight, bias):
         labels.keep([bias, x, weight], [result], "addmm mixes it with others")
+
+
+def multiply_by(
+    labels: Labels, result: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None = None
+) -> bool:
+    """Label x @ matrix + bias where that is a linear layer; return whether it is one."""
+    if id(matrix) in labels.names and matrix.dim() == 2:
+        multiply_transposed(labels, result, x, matrix, bias)
+    elif (weight := turned(labels.weights, matrix)) is not None:
+        multiply(labels, result, x, weight, bias)
+    else:
+        return False
+    return True
 
 
 def embed(
@@ -415,65 +430,46 @@ def normalise_length(
     labels.label(result, found, zero)
 
 
-def meet(labels: Labels, result: Tensor, product: bool, *operands: object) -> None:
-    """Join the groups that an addition or a product combines element by element."""
-    found, zeros = [], []
-    for operand in operands[:2]:
-        if isinstance(operand, Tensor) and operand.dim():
-            own, zero = labels.of(operand)
-            zeros.append(zero)
-            found.append(own)
-        elif not product and float(operand) != 0:
-            # A constant that is added leaves no zero.
-            zeros.append(False)
-    if not found:
-        # Scalars, such as a counter, have no channels.
-        labels.label_pinned([result])
+def meet(labels: Labels, result: Tensor, trial: Trial, leaves: list[Any], name: str) -> None:
+    """Join the groups that the element-wise operation `name` combines; `leaves` are its arguments.
+
+    What makes no number of zeros, as 0 / 0, pins them.
+    """
+    found = {place: labels.of(leaves[place])[0] for place in trial.operands}
+    zeros = {p for p, own in found.items() if labels.of(leaves[p])[1] and _is_labelled(own)}
+    if len(found) > 1 and not labels.plain:
+        sizes = {place: _true_shape(leaves[place]) for place in found}
+        if len(found) == 2 and zeros and trial.is_zero(zeros):
+            scaled = _keep_fixed(labels, list(found.values()), list(sizes.values()))
+            if scaled is not None:
+                labels.label(result, scaled.expand(result.shape))
+                return
+        # What is the same for all channels stays where one of them is removed; parameters first.
+        for place in sorted(found, key=lambda p: id(leaves[p]) not in labels.names):
+            others = [own for p, own in found.items() if p != place]
+            if _is_shared(sizes[place], others):
+                labels.pin_labels(distinct([found.pop(place)]), "it is the same for all channels")
+                zeros.discard(place)
+    zero = trial.is_zero(zeros)
+    if zero is None:
+        reason = f"{name} of zeros is no number, or has no slope"
+        labels.keep([leaves[place] for place in trial.operands], [result], reason)
         return
-    if len(found) == 2 and not labels.plain:
-        sizes = [_true_shape(o) for o in operands[:2]]
-        scaled = _keep_fixed(labels, found, sizes) if product else None
-        if scaled is not None:
-            labels.label(result, scaled.expand(result.shape), any(zeros))
-            return
-        shared = _find_shared(labels, found, operands, sizes)
-        if shared is not None:
-            one = found.pop(shared)
-            labels.pin_labels(distinct([one]), "it is the same for all channels")
-            # It stays where a channel is removed.
-            zeros[shared] = False
-    labelled = thin(*(own.expand(result.shape) for own in found))
-    if len(labelled) == 2:
-        labels.join(labelled[0].numpy(), labelled[1].numpy())
-    joined = labelled[0]
-    for other in labelled[1:]:
-        # Where one operand is constant zero, a sum is the other operand and a product is zero.
-        joined = (
-            torch.minimum(joined, other) if product else torch.where(joined == VOID, other, joined)
-        )
-        joined = torch.where(other == PINNED, PINNED, joined)
-    labels.label(result, joined.expand(result.shape), any(zeros) if product else all(zeros))
+    labelled = thin(*(own.expand(result.shape) for own in found.values()))
+    for first, second in itertools.combinations(labelled, 2):
+        labels.join(first, second)
+    joined = torch.stack(labelled).amax(0)
+    for place, own in zip(found, labelled, strict=True):
+        joined = torch.where(own == PINNED, PINNED, joined)
+        if trial.is_zero({place}):
+            joined = torch.where(own == VOID, VOID, joined)
+    if not trial.is_zero(found):
+        joined = torch.where(joined == VOID, PINNED, joined)
+    labels.label(result, joined.expand(result.shape), zero)
 
 
-def divide(labels: Labels, result: Tensor, x: object, by: object, **options: object) -> None:
-    """Label a quotient as a product, which is zero where `x` is; 0 / 0 would be no number."""
-    zero = isinstance(x, Tensor) and labels.of(x)[1]
-    if isinstance(by, Tensor):
-        found, may_be_zero = labels.of(by)
-        if options or (may_be_zero and varying(found)):
-            labels.keep([x, by], [result], "a quotient divides by what may be zero")
-            return
-    meet(labels, result, True, x, by)
-    labels.label(result, labels.of(result)[0], zero)
-
-
-def add_scaled(
-    labels: Labels, result: Tensor, x: Tensor, first: Tensor, second: Tensor, **options: object
-) -> None:
-    """Label addcmul, x + first * second."""
-    product = first * second
-    meet(labels, product, True, first, second)
-    meet(labels, result, False, x, product)
+def _is_labelled(found: Tensor) -> bool:
+    return bool((thin(found)[0] != PINNED).any())
 
 
 def _true_shape(x: Tensor) -> list[int]:
@@ -503,16 +499,10 @@ def _shape_beside(size: list[int], other: Tensor) -> list[int]:
     return [1] * (other.dim() - len(size)) + size[max(0, len(size) - other.dim()) :]
 
 
-def _find_shared(
-    labels: Labels, found: list[Tensor], operands: tuple[object, ...], sizes: list[list[int]]
-) -> int | None:
-    """Return which of two operands is broadcast along the other's channels, parameters first."""
-    for i in sorted((0, 1), key=lambda i: id(operands[i]) not in labels.names):
-        other = found[1 - i]
-        shape, along = _shape_beside(sizes[i], other), varying(other)
-        if along and all(shape[d] == 1 for d in along):
-            return i
-    return None
+def _is_shared(size: list[int], others: list[Tensor]) -> bool:
+    """Return whether a tensor of shape `size` is broadcast along the channels of all `others`."""
+    along = [(other, d) for other in others for d in varying(other)]
+    return bool(along) and all(_shape_beside(size, other)[d] == 1 for other, d in along)
 
 
 def pool(labels: Labels, result: Tensor, x: Tensor) -> None:
@@ -568,9 +558,9 @@ def pad(
     mode: str = "constant",
     value: float | None = None,
 ) -> None:
-    """Give zeros around the positions of a channel its label, and VOID to added channels."""
+    """Give what is around the positions of a channel its label, and VOID to added channels."""
     found, zero = labels.of(x)
-    if mode != "constant" or value:
+    if value:
         labels.keep([x], [result], "padding that isn't zero; pad with zeros")
         return
     for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
@@ -578,8 +568,11 @@ def pad(
         places = torch.arange(-before, size + after)
         moved = found.index_select(dim, places.clamp(0, size - 1))
         along = varying(found)
+        if mode != "constant" and dim in along and (before, after) != (0, 0):
+            labels.keep([x], [result], f"padding by {mode} mixes it with others")
+            return
         # The channel dimension is where labels vary, or the second where they don't.
-        if dim in along or (dim < 2 and (labels.plain or not along)):
+        if mode == "constant" and (dim in along or (dim < 2 and (labels.plain or not along))):
             shape = [-1 if d == dim else 1 for d in range(x.dim())]
             inside = ((places >= 0) & (places < size)).view(shape)
             moved = torch.where(inside, moved, VOID)

@@ -98,6 +98,7 @@ class Labels:
     def __init__(self, model: nn.Module) -> None:
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.weights = by_address(model)
         # Tensor, labels and whether a removed group is zero; labels are roots since `changes` was
         # the last number. Keeps the tensors alive, so that no id is reused.
         self.known: dict[int, tuple[Tensor, Tensor, bool, int]] = {}
@@ -142,6 +143,9 @@ class Labels:
                 labels = self.roots(labels)
                 self.known[id(tensor)] = (tensor, labels, zero, self.changes)
             return labels, zero
+        if (weight := turned(self.weights, tensor)) is not None:
+            found, zero = self.of(weight)
+            return found.t(), zero
         name = self._free_name(tensor)
         if name is None:
             return pinned(tensor), False
@@ -289,6 +293,19 @@ def is_blank(model: nn.Module, name: str) -> bool:
     buffer = getattr(module, attribute)
     kept = attribute not in module._non_persistent_buffers_set
     return not kept and buffer.is_floating_point() and buffer.dim() > 0 and not buffer.any()
+
+
+def by_address(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the matrices among the parameters by where their memory begins, for `turned`."""
+    return {p.data_ptr(): p for p in model.parameters() if p.dim() == 2}
+
+
+def turned(weights: dict[int, nn.Parameter], tensor: Tensor) -> nn.Parameter | None:
+    """Return the parameter whose transposed view `tensor` is, if any."""
+    weight = weights.get(tensor.data_ptr()) if tensor.dim() == 2 else None
+    if weight is None or tensor is weight or tensor.shape != weight.shape[::-1]:
+        return None
+    return weight if tensor.stride() == weight.stride()[::-1] else None
 
 
 def pinned(tensor: Tensor) -> Tensor:

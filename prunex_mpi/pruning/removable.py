@@ -24,7 +24,7 @@ from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.slim import call_site, flatten
 from prunex_mpi.pruning.channel_trace import Places, following, plain_norms
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling
-from prunex_mpi.pruning.labels import Mixed, Site, by_position
+from prunex_mpi.pruning.labels import Mixed, Site, by_address, by_position, turned
 from prunex_mpi.pruning.shrink import WEIGHT, attention_of
 
 # Functions that read channels with a weight, and the dimension of the channels.
@@ -125,6 +125,7 @@ class Activity(TorchFunctionMode):
         self.places = places
         self.found: dict[str, np.ndarray] = {}
         self.names = {id(p): name for name, p in model.named_parameters()}
+        self.weights = by_address(model)
         self.coupling = coupling
         self.mixed: dict[Site, list[tuple[Mixed, np.ndarray]]] = {}
         for call, ids in coupling.mixed:
@@ -146,7 +147,8 @@ class Activity(TorchFunctionMode):
                 self.note(own, operands[0], self.readers[own], READERS[name])
         elif name in PRODUCTS:
             place = PRODUCTS[name]
-            self.look(operands[place], operands[place + 1 : place + 2], -1)
+            factor = operands[place + 1]
+            self.look(operands[place], [turned(self.weights, factor), factor], -1)
         elif name == "multi_head_attention_forward":
             for x in operands[:3]:
                 self.look(x, operands[5:6], -1)
