@@ -8,10 +8,11 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.coupling import PLAIN
+from prunex_mpi.pruning.channel_trace import Rules
+from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import INSTEAD, Groups, find_groups
 from prunex_mpi.pruning.projection import with_budget
-from prunex_mpi.pruning.rules import Rules, find_coupling_by, find_rules, training_failure
+from prunex_mpi.pruning.rules import find_rules, training_failure
 from prunex_mpi.settings.fields import Settings
 
 
@@ -20,9 +21,9 @@ def choose_rules(settings: Settings, model: nn.Module, inputs: Inputs) -> Rules:
     removing = settings.method.removes
     if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
         return Rules()
-    rules = find_rules(model, inputs, Rules(plain=PLAIN if removing else frozenset()))
+    rules = find_rules(model, inputs, Rules(layers=removing))
     if settings.remove_dropped or removing:
-        reason = training_failure(model, find_coupling_by(model, inputs, rules), inputs)
+        reason = training_failure(model, find_coupling(model, inputs, rules), inputs)
         what, instead = "remove-dropped", "leave remove-dropped away"
         if removing:
             what, instead = f"method {settings.method.name}", "choose another method"
@@ -51,11 +52,11 @@ def make_groups(
     if rules is None:
         rules = choose_rules(settings, model, inputs)
     if settings.method.removes:
-        coupling = find_coupling_by(model, inputs, rules)
+        coupling = find_coupling(model, inputs, rules)
         return find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
     coupling = None
     if "coupled" in kinds:
-        coupling = find_coupling_by(model, inputs, rules)
+        coupling = find_coupling(model, inputs, rules)
     found = find_groups(
         model,
         layout,

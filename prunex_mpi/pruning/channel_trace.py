@@ -3,6 +3,7 @@
 `coupling` builds groups from the labels that a dummy input leaves.
 """
 
+import json
 import sys
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,14 +49,29 @@ Call = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Pins:
-    """Calls that work at full size only: keep their arguments, or all channels made before them."""
+class Rules:
+    """What stays: the arguments of calls that work at full size only, or all channels before them.
 
+    `layers`: so does what is more than channels of convolutions, linear layers and BatchNorm, and
+    heads of attention.
+    """
+
+    layers: bool = False
     arguments: frozenset[Call] = frozenset()
     all_before: frozenset[Call] = frozenset()
 
+    def text(self) -> str:
+        """Return the rules as JSON, for `rules_of`."""
+        return json.dumps([self.layers, sorted(self.arguments), sorted(self.all_before)])
 
-NO_PINS = Pins()
+
+NO_RULES = Rules()
+
+
+def rules_of(text: str) -> Rules:
+    """Return the rules that `Rules.text` made `text` of."""
+    layers, *calls = json.loads(text)
+    return Rules(layers, *(frozenset(map(tuple, every)) for every in calls))
 
 
 class Places:
@@ -135,13 +151,10 @@ SHAPING = {
     *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze"),
     *("unsqueeze", "expand", "expand_as", "cat", "concat", "stack", "chunk", "split", "unbind"),
     *("__getitem__", "swapaxes", "narrow", "select", "t", "tensor_split", "broadcast_to"),
-}
-RESHAPING_WEIGHTS = {"view", "reshape", "flatten", "view_as", "reshape_as"}
-# The same, but not with plain rules.
-MORE_SHAPING = {
     *("roll", "flip", "mT", "T", "repeat", "repeat_interleave", "tile", "moveaxis", "swapdims"),
     *TEMPLATES,
 }
+RESHAPING_WEIGHTS = {"view", "reshape", "flatten", "view_as", "reshape_as"}
 # F.unfold has the same name.
 UNFOLD = Tensor.unfold
 # New tensors that take nothing but dtype, device or shape from their argument.
@@ -154,15 +167,12 @@ POOLING = {
     *("boolean_dispatch",),
 }
 REDUCTIONS = {"mean", "sum", "amax", "norm", "vector_norm", "var", "std"}
-RULES = {
+BY_NAME = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), label_layers.convolve),
     "linear": label_layers.multiply,
     "batch_norm": label_layers.normalise_batch,
     "multi_head_attention_forward": label_attention.attend_module,
     "pad": label_layers.pad,
-}
-# Not with plain rules.
-MORE_RULES = {
     "group_norm": label_layers.normalise_groups,
     "instance_norm": label_layers.normalise_each,
     **dict.fromkeys(("prelu", "_prelu_kernel"), label_layers.bend),
@@ -172,26 +182,26 @@ MORE_RULES = {
     "embedding": label_layers.embed,
     "rms_norm": label_layers.normalise_squares,
     "softmax": label_attention.soften,
+    "normalize": label_layers.normalise_length,
 }
 
 
 class Trace(TorchFunctionMode):
     """Label the results of all torch functions of a forward pass."""
 
-    def __init__(self, labels: Labels, places: Places, plain: frozenset[str], pins: Pins) -> None:
+    def __init__(self, labels: Labels, places: Places, rules: Rules) -> None:
         super().__init__()
-        self.labels, self.places, self.plain, self.pins = labels, places, plain, pins
+        self.labels, self.places, self.rules = labels, places, rules
         self.trials: dict[Hashable, Trial] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, call = kwargs or {}, self.places.count()
         labels = self.labels
         labels.site, labels.given = self.places.site(call_site(sys._getframe(1))), (args, kwargs)
-        labels.plain = not self.plain.isdisjoint(self.places.inside)
-        if call in self.pins.all_before:
+        if call in self.rules.all_before:
             labels.pin_all(f"{_plain_name(func)} counts them; {NUMBER}")
         result = func(*args, **kwargs)
-        if call in self.pins.arguments:
+        if call in self.rules.arguments:
             reason = f"{_plain_name(func)} counts its channels; {NUMBER}"
             labels.pin([args, kwargs], reason)
         if result is None and getattr(func, "__name__", "") != "__get__":
@@ -211,8 +221,7 @@ class Trace(TorchFunctionMode):
 
     def _keep(self, result: object, func, args: tuple, kwargs: dict) -> None:
         """Pin the arguments and results of a call that is not understood."""
-        reason = mixes(_plain_name(func), plain=self.labels.plain)
-        self.labels.keep([args, kwargs], [result], reason)
+        self.labels.keep([args, kwargs], [result], mixes(_plain_name(func)))
 
     def follow(self, result: object, func, args: tuple, kwargs: dict) -> bool:
         """Label the result of `func`; return whether it works element by element."""
@@ -224,20 +233,16 @@ class Trace(TorchFunctionMode):
             return False
         if name in RESHAPING_WEIGHTS and label_layers.reshape_weight(labels, result, args[0]):
             return False
-        if name in RULES:
-            RULES[name](labels, result, *args, **kwargs)
+        if name in BY_NAME:
+            BY_NAME[name](labels, result, *args, **kwargs)
         elif name in POOLING and isinstance(result, Tensor):
             label_layers.pool(labels, result, args[0])
         elif name in REDUCTIONS:
             label_layers.reduce(labels, result, func, args, kwargs)
-        elif name in SHAPING or (not labels.plain and (name in MORE_SHAPING or func is UNFOLD)):
+        elif name in SHAPING or func is UNFOLD:
             shape(labels, result, func, args, kwargs)
-        elif name in MORE_RULES and not labels.plain:
-            MORE_RULES[name](labels, result, *args, **kwargs)
-        elif name == "layer_norm" and len(args[1]) == 1 and not labels.plain:
+        elif name == "layer_norm" and len(args[1]) == 1:
             label_layers.normalise_layer(labels, result, *args, **kwargs)
-        elif name == "normalize" and not labels.plain:
-            label_layers.normalise_length(labels, result, *args, **kwargs)
         elif name in NEW:
             labels.label_pinned([result])
         else:
@@ -277,11 +282,10 @@ def _ask_numbers(labels: Labels, whole: bool) -> None:
     labels.ask([leaf if type(leaf) in kinds else None for leaf in flatten(labels.given)])
 
 
-def follow_input(model: nn.Module, inputs: Inputs, plain: frozenset[str], pins: Pins) -> Labels:
+def follow_input(model: nn.Module, inputs: Inputs, rules: Rules) -> Labels:
     """Return the labels of a forward pass of `model`, on the CPU, in evaluation mode.
 
-    Plain rules hold in the modules named in `plain` and those inside them; "" is the whole model.
-    Channels that the calls in `pins` touch stay.
+    What `rules` say stays, but for `Rules.layers`.
     """
     labels = Labels(model)
     labels.norms = {
@@ -295,10 +299,9 @@ def follow_input(model: nn.Module, inputs: Inputs, plain: frozenset[str], pins: 
     given = dummy_input(model, inputs)
     labels.label(given, torch.full(given.shape, PINNED))
     places = Places()
-    trace = Trace(labels, places, plain, pins)
+    trace = Trace(labels, places, rules)
     with evaluating(model), following(model, places), plain_norms(model), trace:
         output = model(given)
-    labels.plain = False
     labels.pin([output], "its outputs are the classes")
     return labels
 
@@ -337,11 +340,6 @@ def _normalise_layer(norm: SlimLayerNorm, x: Tensor) -> Tensor:
         return F.group_norm(x, 1, norm.weight, norm.bias, norm.eps)
     x = F.layer_norm(x.movedim(norm.dim, -1), norm.weight.shape, norm.weight, norm.bias, norm.eps)
     return x.movedim(-1, norm.dim)
-
-
-def is_own(module: nn.Module) -> bool:
-    """Return whether a module's class is not torch's own."""
-    return not type(module).__module__.startswith("torch.")
 
 
 def _plain_name(func) -> str:

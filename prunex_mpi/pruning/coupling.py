@@ -28,11 +28,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Inputs
-from prunex_mpi.pruning.channel_trace import NO_PINS, Pins, follow_input
+from prunex_mpi.pruning.channel_trace import NO_RULES, Rules, follow_input
 from prunex_mpi.pruning.labels import (
     PINNED,
     VOID,
@@ -41,12 +42,10 @@ from prunex_mpi.pruning.labels import (
     Mixed,
     Site,
     Size,
+    distinct,
     first_along,
     varying,
 )
-
-# Plain rules everywhere: convolutions, linear layers and BatchNorm only.
-PLAIN = frozenset([""])
 
 
 @dataclass(frozen=True)
@@ -146,16 +145,15 @@ class Coupling:
         )
 
 
-def find_coupling(
-    model: nn.Module, inputs: Inputs, plain: frozenset[str] = frozenset(), pins: Pins = NO_PINS
-) -> Coupling:
+def find_coupling(model: nn.Module, inputs: Inputs, rules: Rules = NO_RULES) -> Coupling:
     """Find the coupled groups of `model`, which reads `inputs`, by one dummy input on the CPU.
 
-    In the modules named in `plain` only plain rules hold; channels that the calls in `pins` touch
-    stay, and so do those of parameters that are not trained. Raises UserError when no group can be
-    removed.
+    Channels stay as `rules` say, and so do those of parameters that are not trained. Raises
+    UserError when no group can be removed.
     """
-    labels = follow_input(model, inputs, plain, pins)
+    labels = follow_input(model, inputs, rules)
+    if rules.layers:
+        _keep_all_but_layers(labels)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             for known in (labels.rows, labels.columns, labels.free):
@@ -167,6 +165,17 @@ def find_coupling(
 # --------------------------------------------------------------------------------------------------
 # Constraints between groups
 # --------------------------------------------------------------------------------------------------
+
+
+def _keep_all_but_layers(labels: Labels) -> None:
+    """Keep the groups that are more than what `Rules.layers` allows."""
+    names = labels.norms | labels.transposed | labels.embeddings
+    known = [side[name] for side in (labels.rows, labels.columns) for name in names & side.keys()]
+    sizes = [w for call in labels.calls for w in call.wanted if isinstance(w, Size)]
+    found = [torch.from_numpy(ids) for ids in known] + list(labels.free.values())
+    found += [call.labels for call in labels.mixed]
+    found += [size.labels for size in sizes + labels.pieces if size.dim in varying(size.labels)]
+    labels.pin_labels(distinct(found), "it is more than a channel of layers, or a head")
 
 
 def _settle(labels: Labels) -> None:

@@ -28,9 +28,9 @@ def attend_module(
     weight, bias, bias_k, bias_v, zero_attn, _, out_weight, out_bias = args[:8]
     labels.label_pinned([result])
     plain = weight is not None and bias_k is None and bias_v is None and not zero_attn
-    if labels.plain or not plain:
+    known = id(weight) in labels.names and id(out_weight) in labels.names
+    if not (plain and known):
         labels.pin([query, key, value], "self-attention keeps its width")
-    if not (plain and id(weight) in labels.names and id(out_weight) in labels.names):
         return
     size = embed_dim // heads
     by_head = labels.fresh(heads)
@@ -47,9 +47,6 @@ def attend_module(
     mask = options.get("attn_mask")
     if mask is not None and mask.dim() > 2:
         labels.pin_labels(by_head.tolist(), "a mask of each head counts them")
-    if labels.plain:
-        labels.pin_labels(rows.tolist(), "self-attention keeps its width")
-        return
     for x in dict.fromkeys((query, key, value)):
         labels.note(labels.columns, weight, read(labels, x, -1, names[0]))
     output = result[0]

@@ -42,9 +42,8 @@ def read(labels: Labels, tensor: Tensor, dim: int, reader: str) -> np.ndarray:
     if not zero:
         labels.pin([tensor], f"{reader} reads what isn't zero without it")
     if bool((along != along[:, :1]).any()):
-        if labels.plain or len(along) == 1:
-            how = "all of them as one channel" if len(along) == 1 else "it together with others"
-            labels.pin([tensor], f"{reader} reads {how}")
+        if len(along) == 1:
+            labels.pin([tensor], f"{reader} reads all of them as one channel")
             return np.full(tensor.shape[dim], PINNED)
         # Any label of a channel that is not VOID or PINNED may represent it.
         first = along.amax(dim=1, keepdim=True)
@@ -89,10 +88,6 @@ def convolve(
     elif weight.shape[1] == 1:
         # Depthwise: an output channel is its input channel.
         rows = np.repeat(columns, multiple)
-    elif labels.plain:
-        labels.pin([x], f"{name} is a grouped convolution, whose groups must stay alike")
-        rows = labels.fresh(weight.shape[0])
-        labels.pin_labels(rows.tolist(), "a grouped convolution's groups must stay alike")
     else:
         rows = _convolve_in_groups(labels, weight, columns, groups)
     labels.note(labels.rows, weight, rows)
@@ -135,7 +130,7 @@ def _convolve_channels(labels: Labels, result: Tensor, x: Tensor, weight: Tensor
     """Label a convolution along channels, as over their means; return whether it is one."""
     found = labels.of(x)[0]
     along = varying(found)
-    if labels.plain or len(along) != 1 or not 1 < along[0] == result.dim() - 1:
+    if len(along) != 1 or not 1 < along[0] == result.dim() - 1:
         return False
     if result.shape[-1] != x.shape[-1] or not labels.mix(x, -1, back=along[0]):
         return False
@@ -179,7 +174,7 @@ def multiply(
     name = labels.names.get(id(weight))
     found, zero = labels.of(x)
     along = varying(found)
-    if name and along and x.dim() - 1 not in along and not labels.plain:
+    if name and along and x.dim() - 1 not in along:
         # Over positions, each channel by itself.
         _keep_layer(labels, weight, "it is applied along positions")
         labels.count(name, result[..., 0].numel())
@@ -408,7 +403,7 @@ def _find_normed(
         labels.join_along(found, last)
     if few == [last]:
         if labels.names.get(id(weight), "") not in labels.norms or not (known and zero):
-            labels.pin([x], mixes(name, plain=labels.plain))
+            labels.pin([x], mixes(name))
         labels.note(labels.rows, weight, first_along(found, last))
     return found, few == [last]
 
@@ -437,7 +432,7 @@ def meet(labels: Labels, result: Tensor, trial: Trial, leaves: list[Any], name: 
     """
     found = {place: labels.of(leaves[place])[0] for place in trial.operands}
     zeros = {p for p, own in found.items() if labels.of(leaves[p])[1] and _is_labelled(own)}
-    if len(found) > 1 and not labels.plain:
+    if len(found) > 1:
         sizes = {place: _true_shape(leaves[place]) for place in found}
         if len(found) == 2 and zeros and trial.is_zero(zeros):
             scaled = _keep_fixed(labels, list(found.values()), list(sizes.values()))
@@ -540,7 +535,7 @@ def reduce(
         if labels.mix(x, dim, filled=name not in ("sum", "norm", "vector_norm")):
             labels.label_pinned([result])
             return
-    elif not labels.plain or not along & over:
+    else:
         for dim in along & over:
             labels.join_along(found, dim)
         found = labels.roots(found)
@@ -572,7 +567,7 @@ def pad(
             labels.keep([x], [result], f"padding by {mode} mixes it with others")
             return
         # The channel dimension is where labels vary, or the second where they don't.
-        if mode == "constant" and (dim in along or (dim < 2 and (labels.plain or not along))):
+        if mode == "constant" and (dim in along or (dim < 2 and not along)):
             shape = [-1 if d == dim else 1 for d in range(x.dim())]
             inside = ((places >= 0) & (places < size)).view(shape)
             moved = torch.where(inside, moved, VOID)

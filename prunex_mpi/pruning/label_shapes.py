@@ -18,7 +18,6 @@ from prunex_mpi.pruning.labels import (
     Labels,
     Size,
     counts,
-    distinct,
     pinned,
     tensors_in,
     thin,
@@ -37,28 +36,21 @@ def shape(
     name = func.__name__
     # Index tensors have no channels.
     given = args[:1] if name in TEMPLATES else [args, kwargs]
-    operands = [t for t in tensors_in(given) if labels.plain or t.is_floating_point()]
+    operands = [t for t in tensors_in(given) if t.is_floating_point()]
     if not operands:
         labels.label_pinned([result])
         return
     zero = all(labels.of(t)[1] for t in operands)
-    if not zero and not labels.plain:
+    if not zero:
         zero = _keep_apart(labels, name, operands)
-    if name in JOINING and not labels.plain:
+    if name in JOINING:
         _align(labels, [labels.of(t)[0] for t in operands], args, kwargs, name == "stack")
     outputs = list(tensors_in([result]))
     moved = _moved(labels, outputs, func, args, kwargs)
-    if labels.plain:
-        # Splitting channels would split elsewhere once some are gone.
-        whole = distinct(labels.of(t)[0] for t in operands)
-        sound = all(distinct([m]) == whole and len(varying(m)) <= 1 for m in moved)
-    elif name in CUTTING:
-        sound = _cut(labels, name, args, kwargs)
-    else:
-        sound = True
+    if name not in CUTTING:
         _ask(labels, name, args, moved)
-    if not sound:
-        labels.pin(operands, counts(name, plain=labels.plain))
+    elif not _cut(labels, name, args, kwargs):
+        labels.pin(operands, counts(name))
     for tensor, found in zip(outputs, moved, strict=True):
         labels.label(tensor, found, zero)
 

@@ -127,8 +127,6 @@ class Labels:
         # Where the call is that is being followed, and its arguments as they were given.
         self.site: Site = ("", "", 0)
         self.given: tuple[tuple, dict] = ((), {})
-        # Plain rules know convolutions, linear layers and BatchNorm only.
-        self.plain = False
 
     def label(self, tensor: Tensor, labels: Tensor, zero: bool = True) -> None:
         """Set the labels of `tensor`; `zero`: its elements of a removed group are zero."""
@@ -139,7 +137,7 @@ class Labels:
         found = self.known.get(id(tensor))
         if found is not None:
             _, labels, zero, changes = found
-            if changes != self.changes and not self.plain:
+            if changes != self.changes:
                 labels = self.roots(labels)
                 self.known[id(tensor)] = (tensor, labels, zero, self.changes)
             return labels, zero
@@ -156,7 +154,7 @@ class Labels:
 
     def _free_name(self, tensor: Tensor) -> str | None:
         """Return the name of a parameter, or buffer of zeros, whose elements may have labels."""
-        if self.plain or tensor.numel() > LARGEST_FREE:
+        if tensor.numel() > LARGEST_FREE:
             return None
         return self.names.get(id(tensor), self.zeros.get(id(tensor)))
 
@@ -185,8 +183,6 @@ class Labels:
 
     def roots(self, labels: Tensor) -> Tensor:
         """Return the representatives of `labels`, PINNED for groups that stay, strides kept."""
-        if self.plain:
-            return labels
         values, places = _ranked(thin(labels)[0])
         found = [self.root(v) if v > PINNED else v for v in values.tolist()]
         found = [PINNED if v in self.reasons else v for v in found]
@@ -273,7 +269,7 @@ class Labels:
         found, zero = self.of(x)
         own, leaves = thin(found)[0], flatten(self.given)
         place = next((n for n, leaf in enumerate(leaves) if leaf is x), None)
-        if self.plain or not zero or place is None:
+        if not zero or place is None:
             return False
         numbers = tuple(leaf if type(leaf) in (int, float) else None for leaf in leaves)
         self.mixed.append(Mixed(self.site, place, own, dim % x.dim(), filled, back, numbers))
@@ -386,20 +382,20 @@ INSTEAD = {
     "local_response_norm": "nn.BatchNorm2d",
     "lp_pool2d": "nn.AvgPool2d",
     "conv_transpose2d": "nn.Upsample and nn.Conv2d",
+    "einsum": "matmul or a product",
+    "rms_norm": "nn.RMSNorm",
 }
-# Hints that plain rules can't follow.
-INSTEAD_UNLESS_PLAIN = {"einsum": "matmul or a product", "rms_norm": "nn.RMSNorm"}
 
 
-def mixes(name: str, *, plain: bool) -> str:
+def mixes(name: str) -> str:
     """Return the reason that an operation mixes channels, with a hint."""
-    instead = INSTEAD.get(name, "" if plain else INSTEAD_UNLESS_PLAIN.get(name, ""))
-    return f"{name} mixes it with others" + (f"; take {instead} instead" if instead else "")
+    hint = f"; take {INSTEAD[name]} instead" if name in INSTEAD else ""
+    return f"{name} mixes it with others{hint}"
 
 
-def counts(name: str, *, plain: bool) -> str:
+def counts(name: str) -> str:
     """Return the reason that an operation relies on the number of channels, with a hint."""
-    hint = NUMBER if name in RESHAPING else ""
-    if name in CUTTING and not plain:
-        hint = "cut it into equal pieces, as chunk does"
-    return f"{name} counts its channels" + (f"; {hint}" if hint else "")
+    hint = f"; {NUMBER}" if name in RESHAPING else ""
+    if name in CUTTING:
+        hint = "; cut it into equal pieces, as chunk does"
+    return f"{name} counts its channels{hint}"

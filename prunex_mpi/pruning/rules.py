@@ -1,7 +1,6 @@
 """Find the rules by which channels can be removed from a model's own code, by trying."""
 
 import copy
-import json
 import math
 from dataclasses import dataclass, replace
 
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.slim import doubled
-from prunex_mpi.pruning.channel_trace import NO_PINS, Call, Failing, Pins, Places, following, is_own
-from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
+from prunex_mpi.pruning.channel_trace import NO_RULES, Call, Failing, Places, Rules, following
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.shrink import kept_slices, resized, shrink, smaller_sizes
 
 # Largest difference of outputs, relative to the largest output or 1, in float64 and below.
@@ -23,44 +22,18 @@ NOISE = 0.1
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a smaller network fails or differs; where it raised, in which module and torch call."""
+    """Why a smaller network fails or differs, and the torch call that raised."""
 
     reason: str
-    module: str | None = None
     call: Call | None = None
 
 
-@dataclass(frozen=True)
-class Rules:
-    """Plain rules hold in the modules of `plain`; channels that the calls of `pins` touch stay."""
-
-    plain: frozenset[str] = frozenset()
-    pins: Pins = NO_PINS
-
-    def text(self) -> str:
-        """Return the rules as JSON, for `rules_of`."""
-        every = self.plain, self.pins.arguments, self.pins.all_before
-        return json.dumps([sorted(names) for names in every])
-
-
-def rules_of(text: str) -> Rules:
-    """Return the rules that `Rules.text` made `text` of."""
-    plain, *calls = json.loads(text)
-    pins = Pins(*(frozenset(map(tuple, every)) for every in calls))
-    return Rules(frozenset(plain), pins)
-
-
-def find_coupling_by(model: nn.Module, inputs: Inputs, rules: Rules) -> Coupling:
-    """Find the coupled groups of `model` by `rules`, without a trial."""
-    return find_coupling(model, inputs, rules.plain, rules.pins)
-
-
-def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = Rules()) -> Rules:
+def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = NO_RULES) -> Rules:
     """Return the widest rules, from `rules` down, by which `model` works without any group.
 
-    Where a module's code fails at a smaller size, the arguments of the failing call stay, in all
-    modules of its class; then plain rules hold in them, then in those around them; at last all
-    channels made before the call stay. Raises UserError when no group can be removed.
+    Where its code fails at a smaller size, the arguments of the failing call stay, in all modules
+    of the same class; then all channels made before it. Raises UserError when no group can be
+    removed, or some can't be missed.
     """
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UserError(
@@ -68,7 +41,7 @@ def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = Rules()) -> Rule
             "was before, or choose other --groups"
         )
     while True:
-        coupling = find_coupling_by(model, inputs, rules)
+        coupling = find_coupling(model, inputs, rules)
         attempts = (
             attempt(model, coupling, removed, inputs)
             for removed in (_some_of_each(coupling), _drawn_of_each(coupling))
@@ -76,22 +49,11 @@ def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = Rules()) -> Rule
         failure = next((failure for failure in attempts if failure is not None), None)
         if failure is None:
             return rules
-        whole, pins = rules.plain >= PLAIN, rules.pins
         calls = _calls_alike(model, failure.call)
-        alike = _alike(model, failure.module)
-        # Modules of its class, then those around them, at last the whole model.
-        name = failure.module
-        while name and alike <= rules.plain:
-            name = name.rpartition(".")[0]
-            alike = _alike(model, name)
-        tried = {name for name, _ in pins.arguments}
-        plain = rules.plain | (alike or PLAIN)
-        if calls - pins.arguments and (plain >= PLAIN or tried.isdisjoint(n for n, _ in calls)):
-            rules = replace(rules, pins=replace(pins, arguments=pins.arguments | calls))
-        elif not whole:
-            rules = replace(rules, plain=plain)
-        elif calls - pins.all_before:
-            rules = replace(rules, pins=replace(pins, all_before=pins.all_before | calls))
+        if calls - rules.arguments:
+            rules = replace(rules, arguments=rules.arguments | calls)
+        elif calls - rules.all_before:
+            rules = replace(rules, all_before=rules.all_before | calls)
         else:
             raise UserError(
                 f"coupled groups: this model does not work without its channels ({failure.reason});"
@@ -100,19 +62,13 @@ def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = Rules()) -> Rule
 
 
 def _calls_alike(model: nn.Module, call: Call | None) -> frozenset[Call]:
-    """Return the call and its counterparts in modules of the same class; none for None."""
+    """Return the call and its counterparts in modules of a user's same class; none for None."""
     if call is None:
         return frozenset()
-    module, number = call
-    return frozenset((name, number) for name in {module} | _alike(model, module))
-
-
-def _alike(model: nn.Module, name: str | None) -> frozenset[str]:
-    """Return the modules of the same class as the module `name`; none for torch's classes."""
-    kind = type(model.get_submodule(name)) if name is not None else None
-    if kind is None or kind.__module__.startswith("torch."):
-        return frozenset()
-    return frozenset(n for n, module in model.named_modules() if type(module) is kind)
+    (name, number), kind = call, type(model.get_submodule(call[0]))
+    alike = [n for n, module in model.named_modules() if type(module) is kind]
+    own = kind.__module__.startswith("torch.")
+    return frozenset((n, number) for n in ([name] if own else alike))
 
 
 @torch.no_grad()
@@ -142,8 +98,7 @@ def attempt(
                 found = smaller(given_double)
     # The model's own code may raise anything at other sizes.
     except Exception as error:
-        own = [name for name in places.inside if is_own(model.get_submodule(name))]
-        return Failure(one_line(error), own[-1] if own else None, failing.call)
+        return Failure(one_line(error), failing.call)
     allowed = EXACT
     if wanted is None:
         wanted, allowed = masked(given), TOLERANCE

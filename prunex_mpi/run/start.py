@@ -61,8 +61,8 @@ from prunex_mpi.models.draws import keeping_draws
 from prunex_mpi.models.dummy_input import moved_in_training, probe, reads_ahead
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import build_layout
+from prunex_mpi.pruning.channel_trace import rules_of
 from prunex_mpi.pruning.groups import out_of_reach
-from prunex_mpi.pruning.rules import rules_of
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
 from prunex_mpi.run.problem import CPU, build_problem, find_inputs, load_dataset, make_model
 from prunex_mpi.run.supervision import check_exchange

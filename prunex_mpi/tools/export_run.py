@@ -27,9 +27,9 @@ from prunex_mpi.models import gpt, slim, standalone
 from prunex_mpi.models import inputs as inputs_file
 from prunex_mpi.models.dummy_input import evaluating, probe
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
-from prunex_mpi.pruning.coupling import Coupling
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
-from prunex_mpi.pruning.rules import find_coupling_by, find_rules
+from prunex_mpi.pruning.rules import find_rules
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.tensor_file import save_tensors
@@ -205,7 +205,7 @@ def smaller(model: nn.Module, images: Tensor) -> nn.Module:
 def find_channels(model: nn.Module, inputs: Inputs) -> tuple[Coupling, list[str]]:
     """Return the channels that can be removed, and why there are none where there are none."""
     try:
-        return find_coupling_by(model, inputs, find_rules(model, inputs)), []
+        return find_coupling(model, inputs, find_rules(model, inputs)), []
     except UserError as error:
         return Coupling({}, {}, (), 0, {}, ()), [str(error)]
 

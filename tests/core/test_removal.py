@@ -23,7 +23,7 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.slim import CallsCorrected
 from prunex_mpi.models.standalone import load
-from prunex_mpi.pruning.rules import Rules
+from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.shrink import cut
 from prunex_mpi.run.finished_run import read_finished_run
 

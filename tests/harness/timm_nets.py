@@ -20,9 +20,10 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.compaction import build_plan
+from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_energies, select
-from prunex_mpi.pruning.rules import attempt, find_coupling_by, find_rules
+from prunex_mpi.pruning.rules import attempt, find_rules
 
 NAMES = Path(__file__).with_name("timm_names.txt")
 LARGEST = 32e6
@@ -61,7 +62,7 @@ def look_at(name: str) -> dict[str, object]:
     except UserError as error:
         seconds = round(time.process_time() - start, 1)
         return {"name": name, "refused": str(error), "seconds": seconds}
-    coupling = find_coupling_by(model, inputs, rules)
+    coupling = find_coupling(model, inputs, rules)
     seconds = time.process_time() - start
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
@@ -73,14 +74,12 @@ def look_at(name: str) -> dict[str, object]:
     for line in coupling.excluded:
         layer, _, reason = line.partition(" [coupled]: ")
         reasons[reason] += model.get_parameter(layer).numel()
-    calls = rules.pins.arguments | rules.pins.all_before
-    classes = {type(model.get_submodule(n)).__name__ for n in rules.plain}
+    calls = rules.arguments | rules.all_before
     return {
         "name": name,
         "left": round(kept / layout.numel, 3),
         "seconds": round(seconds, 1),
         "failure": failure and failure.reason,
-        "plain": sorted(classes),
         "pins": sorted({type(model.get_submodule(name)).__name__ for name, _ in calls}),
         "stays": {k: round(n / layout.numel, 3) for k, n in reasons.most_common(4)},
     }

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.pruning.coupling import PLAIN
-from prunex_mpi.pruning.rules import Rules, attempt, find_coupling_by, find_rules, rules_of
+from prunex_mpi.pruning.channel_trace import Rules, rules_of
+from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.rules import attempt, find_rules
 
 SIDE, CLASSES = 8, 5
 
@@ -80,7 +81,6 @@ class Assembled(Chain):
 FIRST, LAST = "stem.weight", "layers.2.weight"
 
 
-@pytest.mark.parametrize("start", [Rules(), Rules(plain=PLAIN)], ids=["all", "plain"])
 @pytest.mark.parametrize(
     ("model", "pruned"),
     [
@@ -91,15 +91,13 @@ FIRST, LAST = "stem.weight", "layers.2.weight"
         (Assembled, {FIRST, "layers.1.weight", LAST}),
     ],
 )
-def test_what_cannot_be_followed_stays_and_all_else_is_pruned(model, pruned, start):
+def test_what_cannot_be_followed_stays_and_all_else_is_pruned(model, pruned):
     torch.manual_seed(0)
     network = model()
-    rules = find_rules(network, Images(SIDE), start)
+    rules = find_rules(network, Images(SIDE))
     assert rules_of(rules.text()) == rules
-    coupling = find_coupling_by(network, Images(SIDE), rules)
-    # Plain rules keep what a number that is written down counts.
-    kept = {name for name in pruned if name.endswith("conv2.weight")} if start.plain else set()
-    assert {s.name for s in coupling.sets} == pruned - kept
+    coupling = find_coupling(network, Images(SIDE), rules)
+    assert {s.name for s in coupling.sets} == pruned
     for seed in range(3):
         removed = np.random.default_rng(seed).random(coupling.total) < 0.5
         for s in coupling.sets:

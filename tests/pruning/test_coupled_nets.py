@@ -15,12 +15,14 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning import channel_trace
+from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
+from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.rules import Rules, attempt, find_coupling_by, find_rules, training_failure
+from prunex_mpi.pruning.rules import attempt, find_rules, training_failure
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export_run import write_network
 
@@ -41,7 +43,7 @@ def test_what_is_left_computes_the_same(name, tmp_path):
     description = describe(name)
     torch.manual_seed(0)
     model = standalone.build(description).eval().double()
-    coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
+    coupling = find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
     randomise_(model)
     # About a half, and a third or one group; code divides widths by numbers of heads.
     masks = [draw(coupling), np.ones(coupling.total, dtype=bool)]
@@ -79,7 +81,7 @@ AGAIN = ("resnext", "swin_v2", "vit", "own_attention", "parts", "gated", "keywor
 def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
     torch.manual_seed(0)
     model = standalone.build(describe(name)).eval().double()
-    coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
+    coupling = find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
     randomise_(model)
     first = np.zeros(coupling.total, dtype=bool)
     for s in coupling.sets:
@@ -91,7 +93,7 @@ def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
     standalone.resize_(model, before)
     standalone.fill_(model, tensors)
     # What export finds on such a network.
-    coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
+    coupling = find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
     second = np.zeros(coupling.total, dtype=bool)
     for s in coupling.sets:
         second[s.start + s.count - 1] = s.count > 1
@@ -127,7 +129,7 @@ def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
 def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(name):
     torch.manual_seed(0)
     model = standalone.build(describe(name))
-    coupling = find_coupling_by(model, Images(SIDE), find_rules(model, Images(SIDE)))
+    coupling = find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
     fixed = ("classes", "applied along", "all channels are multiplied by it")
@@ -178,7 +180,7 @@ def test_where_a_modules_code_states_its_width_it_gets_another():
     model = Beside().eval()
     rules = find_rules(model, Images(4))
     assert rules == Rules()
-    coupling = find_coupling_by(model, Images(4), rules)
+    coupling = find_coupling(model, Images(4), rules)
     assert {s.name for s in coupling.sets} == {"first.weight", "up.weight", "fixed.into.weight"}
 
 
@@ -194,7 +196,7 @@ def test_a_number_that_counts_two_sizes_gets_both():
             return self.last(torch.cat([*parts, self.third(x).flatten(2)], dim=1).mean(dim=2))
 
     model = Twice().eval()
-    coupling = find_coupling_by(model, Images(4), find_rules(model, Images(4)))
+    coupling = find_coupling(model, Images(4), find_rules(model, Images(4)))
     assert len(coupling.sets) == 3 and coupling.total == 24
 
 
@@ -212,14 +214,14 @@ def test_pieces_lose_channels_apart_and_none_becomes_empty():
 
     model = Pieces().eval()
     assert find_rules(model, Images(4)) == Rules()
-    coupling = find_coupling_by(model, Images(4), Rules())
+    coupling = find_coupling(model, Images(4), Rules())
     assert [(s.name, s.count) for s in coupling.sets][:4] == [("first.weight", 2)] * 4
 
 
 @torch.no_grad()
 def test_what_only_a_norm_reads_stays():
     model = encoder_norm_first(CLASSES, SIDE).eval()
-    coupling = find_coupling_by(model, Images(SIDE), Rules())
+    coupling = find_coupling(model, Images(SIDE), Rules())
     for key, ids in coupling.columns.items():
         model.get_parameter(key)[:, torch.from_numpy(ids == 0)] = 0
     assert coupling.rows["patch.weight"][0] == 0
@@ -249,7 +251,7 @@ def test_whatever_is_removed_the_code_runs():
     model = Bottleneck(48, 4).eval()
     rules = find_rules(model, Images(SIDE))
     assert rules == Rules()
-    coupling = find_coupling_by(model, Images(SIDE), rules)
+    coupling = find_coupling(model, Images(SIDE), rules)
     for seed in range(5):
         rng = np.random.default_rng(seed)
         removed = rng.random(coupling.total) < 0.5
@@ -273,7 +275,7 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(monkeypatch):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.middle(self.first(x)).mean((2, 3)))
 
-    coupling = find_coupling_by(Averaged(), Images(SIDE), Rules())
+    coupling = find_coupling(Averaged(), Images(SIDE), Rules())
     assert [s.name for s in coupling.sets] == ["first.weight"]
     assert any("mean mixes it with others" in line for line in coupling.excluded)
 
@@ -283,7 +285,7 @@ def test_a_train_that_returns_nothing_is_no_obstacle():
     model.train()
     rules = find_rules(model, Images(SIDE))
     assert rules == Rules() and model.training and not model[1].training
-    coupling = find_coupling_by(model, Images(SIDE), rules)
+    coupling = find_coupling(model, Images(SIDE), rules)
     assert training_failure(model, coupling, Images(SIDE)) == ""
 
 

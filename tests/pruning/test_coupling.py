@@ -14,7 +14,8 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
+from prunex_mpi.pruning.channel_trace import Rules
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.groups import find_groups
 
 SIDE = 8
@@ -278,11 +279,6 @@ def test_channels_of_what_is_not_trained_stay_and_all_else_is_pruned():
     assert_exact(model)
 
 
-def test_plain_rules_know_what_gives_a_shape_alone():
-    model = Body(Squeezed(lambda x, y: x * y.expand_as(x)))
-    assert {s.name for s in find_coupling(model, Images(SIDE), PLAIN).sets} == {STEM, DOWN}
-
-
 def test_channels_that_became_a_single_group_are_named():
     model = Body(Opaque(lambda x: x.view(len(x), 2, 3, SIDE, SIDE)[:, :, 0].repeat(1, 3, 1, 1)))
     found = find_coupling(model, Images(SIDE))
@@ -291,12 +287,12 @@ def test_channels_that_became_a_single_group_are_named():
     assert wanted in found.excluded
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_attention_offers_its_heads_and_by_plain_rules_keeps_its_width(plain):
+@pytest.mark.parametrize("layers", [True, False])
+def test_attention_offers_its_heads_and_where_layers_alone_are_pruned_keeps_its_width(layers):
     model = build_model("vit_b_16", Images(16, 4))
-    found = find_coupling(model, Images(16), PLAIN if plain else frozenset())
+    found = find_coupling(model, Images(16), Rules(layers=layers))
     names = [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
-    width = [] if plain else [("conv_proj.weight", 768, 1)]
+    width = [] if layers else [("conv_proj.weight", 768, 1)]
     assert [(s.name, s.count, s.unit) for s in found.sets] == width + [
         entry
         for n in names
@@ -309,9 +305,9 @@ def test_attention_offers_its_heads_and_by_plain_rules_keeps_its_width(plain):
     first = head[0]
     assert np.array_equal(head.reshape(3, 12, 64)[:, :, 0] - first, [range(12)] * 3)
     assert np.array_equal(found.columns[f"{names[0]}.self_attention.out_proj.weight"], head[:768])
-    assert any("layer_norm" in text or "cat" in text for text in found.excluded) == plain
+    assert any("more than a channel of layers" in text for text in found.excluded) == layers
     # The embeddings are neither rows nor columns of anything.
-    assert len(found.inner) == (0 if plain else 2)
+    assert len(found.inner) == (0 if layers else 2)
 
 
 def test_the_channels_that_a_padded_shortcut_adds_are_sets_of_their_own():

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from prunex_mpi.models.inputs import Images
+from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.rules import Rules, attempt, find_coupling_by, find_rules
+from prunex_mpi.pruning.rules import attempt, find_rules
 
 SIDE, WIDTH = 8, 16
 
@@ -102,7 +103,7 @@ COUNTING = [
 @pytest.mark.parametrize("model", COUNTING, ids=range(len(COUNTING)))
 def test_numbers_in_code_follow_the_channels_that_are_left(model):
     assert find_rules(model, Images(SIDE)) == Rules()
-    coupling = find_coupling_by(model, Images(SIDE), Rules())
+    coupling = find_coupling(model, Images(SIDE), Rules())
     assert (coupling.rows["0.weight"] >= 0).all()
     for seed in range(3):
         removed = np.random.default_rng(seed).random(coupling.total) < 0.5
@@ -168,15 +169,6 @@ CASES = [
 def test_what_is_to_be_written_instead_lets_channels_go(reason, kept, other):
     name = "3.qkv.weight" if isinstance(kept, Attention) else "0.weight"
     models = network(kept), network(other)
-    stays, goes = (find_coupling_by(m, Images(SIDE), find_rules(m, Images(SIDE))) for m in models)
+    stays, goes = (find_coupling(m, Images(SIDE), find_rules(m, Images(SIDE))) for m in models)
     assert f"{name} [coupled]: {reason}" in stays.excluded
     assert (goes.rows[name] >= 0).all()
-
-
-def test_with_plain_rules_nothing_is_advised_that_they_do_not_follow():
-    for model, mixed in (
-        (step(summed), "einsum mixes it with others"),
-        (COUNTING[5], "__getitem__ counts its channels"),
-    ):
-        coupling = find_coupling(model, Images(SIDE), frozenset([""]))
-        assert f"0.weight [coupled]: {mixed}" in coupling.excluded

@@ -10,7 +10,8 @@ from torchvision.models import VisionTransformer
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout, flatten_
-from prunex_mpi.pruning.coupling import PLAIN, Coupling, find_coupling
+from prunex_mpi.pruning.channel_trace import Rules
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.lasso import (
     build_lasso,
@@ -22,6 +23,7 @@ from prunex_mpi.pruning.lasso import (
 
 CPU = torch.device("cpu")
 SIDE = 8
+LAYERS = Rules(layers=True)
 
 
 def flat_net():
@@ -48,7 +50,7 @@ def uneven(model, layout):
 
 
 def traced(model, layout):
-    return find_coupling(model, Images(SIDE), PLAIN)
+    return find_coupling(model, Images(SIDE), LAYERS)
 
 
 def groups_of(model, layout, coupling):
@@ -110,7 +112,7 @@ def test_groups_of_each_layer_are_rows_and_columns_of_its_weight(make):
     torch.manual_seed(0)
     model = make().double()
     layout, side = build_layout(model), 6 if make is CoupledNet else SIDE
-    coupling = find_coupling(model, Images(side), PLAIN)
+    coupling = find_coupling(model, Images(side), LAYERS)
     by_hand, count = 0.0, 0
     for name, p in model.named_parameters():
         found = [(0, coupling.rows.get(name)), (1, coupling.columns.get(name))]
@@ -136,7 +138,7 @@ def test_groups_of_each_layer_are_rows_and_columns_of_its_weight(make):
 def test_what_is_emptied_and_what_stays():
     model = flat_net()
     layout = build_layout(model)
-    coupling = find_coupling(model, Images(SIDE), PLAIN)
+    coupling = find_coupling(model, Images(SIDE), LAYERS)
     groups = groups_of(model, layout, coupling)
     theta, _ = flatten_(model, layout)
     mask = np.array([True, True, True, True, True, False])

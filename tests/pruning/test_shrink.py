@@ -109,7 +109,7 @@ class OwnLinear(nn.Module):
 @torch.no_grad()
 def test_a_parameter_of_a_users_own_module_becomes_smaller():
     model = nn.Sequential(nn.Flatten(), OwnLinear(48, 4), nn.Linear(4, 2)).eval()
-    coupling = find_coupling(model, Images(4), find_rules(model, Images(4)).plain)
+    coupling = find_coupling(model, Images(4), find_rules(model, Images(4)))
     smaller = shrink(model, coupling, np.arange(coupling.total) == 1)
     assert smaller[1].weight.shape == (3, 48)
 

@@ -14,11 +14,13 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.slim import SlimRMSNorm, as_rms_norm, doubled
+from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.compaction import build_plan
+from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_energies, select, with_budget
 from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.rules import Rules, find_coupling_by, find_rules
+from prunex_mpi.pruning.rules import find_rules
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export_run import write_network
 
@@ -45,7 +47,7 @@ def test_what_is_left_computes_the_same(name, tmp_path):
     model = build(name)
     rules = find_rules(model, TOKENS)
     assert rules == Rules()
-    coupling = find_coupling_by(model, TOKENS, rules)
+    coupling = find_coupling(model, TOKENS, rules)
     randomise_(model)
     removed = draw(coupling)
     mask_(model, coupling, removed)
@@ -66,7 +68,7 @@ def test_what_is_left_computes_the_same(name, tmp_path):
     short = tokens[:, :5]
     torch.testing.assert_close(doubled(smaller)(short), doubled(model)(short), rtol=0, atol=limit)
     # In training it becomes smaller once more.
-    again = find_coupling_by(smaller, TOKENS, find_rules(smaller, TOKENS))
+    again = find_coupling(smaller, TOKENS, find_rules(smaller, TOKENS))
     second = draw(again)
     mask_(smaller, again, second)
     last = shrink(smaller, again, second)
@@ -79,7 +81,7 @@ def test_what_is_left_computes_the_same(name, tmp_path):
 @pytest.mark.parametrize("name", [*OURS, *FACTORIES])
 def test_half_of_the_groups_leave_little_more_than_a_quarter(name):
     model = build(name)
-    coupling = find_coupling_by(model, TOKENS, Rules())
+    coupling = find_coupling(model, TOKENS, Rules())
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
     assert all("classes" in reason for reason in groups.excluded)
@@ -94,7 +96,7 @@ def test_half_of_the_groups_leave_little_more_than_a_quarter(name):
 
 def test_queries_go_with_the_keys_and_values_that_they_share():
     model = build("gpt_nano-gqa-rotary")
-    coupling = find_coupling_by(model, TOKENS, Rules())
+    coupling = find_coupling(model, TOKENS, Rules())
     heads = next(s for s in coupling.sets if s.name.endswith("0.attention.queries.weight"))
     assert (heads.count, heads.unit) == (2, 64)
     rows = [coupling.rows[f"blocks.0.attention.{n}.weight"] for n in ("queries", "keys", "values")]
