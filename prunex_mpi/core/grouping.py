@@ -12,7 +12,7 @@ from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import INSTEAD, Groups, find_groups
 from prunex_mpi.pruning.projection import with_budget
-from prunex_mpi.pruning.rules import find_rules, training_failure
+from prunex_mpi.pruning.removable import find_rules, training_failure
 from prunex_mpi.settings.fields import Settings
 
 

@@ -27,7 +27,7 @@ from prunex_mpi.models.slim import (
     norm_dim,
 )
 from prunex_mpi.pruning import label_attention, label_layers
-from prunex_mpi.pruning.elementwise import Trial
+from prunex_mpi.pruning.elementwise import SIZE, Trial, meet
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
 from prunex_mpi.pruning.labels import (
     NUMBER,
@@ -257,15 +257,18 @@ class Trace(TorchFunctionMode):
             # Scalars, such as a counter, have no channels.
             self.labels.label_pinned([result])
             return bool(tensors)
-        key = func, tuple(kwargs), tuple(map(_kind_of, leaves))
+        # An argument may come twice, as in x * x.
+        first = tuple(next(n for n, x in enumerate(leaves) if x is leaf) for leaf in leaves)
+        key = func, tuple(kwargs), first, tuple(map(_kind_of, leaves))
         trial = self.trials.get(key)
         if trial is None:
-            trial = self.trials[key] = Trial(result, func, args, kwargs)
-        if trial.elementwise:
-            label_layers.meet(self.labels, result, trial, leaves, _plain_name(func))
+            trial = self.trials[key] = Trial(func, args, kwargs)
+        alike = trial.elementwise and result.shape == trial.shape_of(leaves)
+        if alike:
+            meet(self.labels, result, trial, leaves, _plain_name(func))
         else:
             self._keep(result, func, args, kwargs)
-        return trial.elementwise
+        return alike
 
 
 def _kind_of(leaf: object) -> Hashable:
@@ -273,7 +276,7 @@ def _kind_of(leaf: object) -> Hashable:
     if not isinstance(leaf, Tensor):
         return leaf if isinstance(leaf, Hashable) else id(leaf)
     drawn = leaf.dim() and (leaf.is_floating_point() or leaf.dtype == torch.bool)
-    return tuple(leaf.shape), leaf.dtype, None if drawn else id(leaf)
+    return tuple(min(n, SIZE) for n in leaf.shape), leaf.dtype, None if drawn else id(leaf)
 
 
 def _ask_numbers(labels: Labels, whole: bool) -> None:

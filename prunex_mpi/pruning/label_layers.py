@@ -3,24 +3,20 @@
 Each function labels the result of one torch function, and joins or pins groups of its arguments.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prunex_mpi.models.slim import flatten
-from prunex_mpi.pruning.elementwise import Trial
 from prunex_mpi.pruning.labels import (
     PINNED,
     VOID,
     Labels,
     Mixed,
     Standardised,
-    distinct,
     first_along,
     mixes,
     thin,
@@ -423,81 +419,6 @@ def normalise_length(
         labels.keep([x], [result], "normalize mixes it with others")
         return
     labels.label(result, found, zero)
-
-
-def meet(labels: Labels, result: Tensor, trial: Trial, leaves: list[Any], name: str) -> None:
-    """Join the groups that the element-wise operation `name` combines; `leaves` are its arguments.
-
-    What makes no number of zeros, as 0 / 0, pins them.
-    """
-    found = {place: labels.of(leaves[place])[0] for place in trial.operands}
-    zeros = {p for p, own in found.items() if labels.of(leaves[p])[1] and _is_labelled(own)}
-    if len(found) > 1:
-        sizes = {place: _true_shape(leaves[place]) for place in found}
-        if len(found) == 2 and zeros and trial.is_zero(zeros):
-            scaled = _keep_fixed(labels, list(found.values()), list(sizes.values()))
-            if scaled is not None:
-                labels.label(result, scaled.expand(result.shape))
-                return
-        # What is the same for all channels stays where one of them is removed; parameters first.
-        for place in sorted(found, key=lambda p: id(leaves[p]) not in labels.names):
-            others = [own for p, own in found.items() if p != place]
-            if _is_shared(sizes[place], others):
-                labels.pin_labels(distinct([found.pop(place)]), "it is the same for all channels")
-                zeros.discard(place)
-    zero = trial.is_zero(zeros)
-    if zero is None:
-        reason = f"{name} of zeros is no number, or has no slope"
-        labels.keep([leaves[place] for place in trial.operands], [result], reason)
-        return
-    labelled = thin(*(own.expand(result.shape) for own in found.values()))
-    for first, second in itertools.combinations(labelled, 2):
-        labels.join(first, second)
-    joined = torch.stack(labelled).amax(0)
-    for place, own in zip(found, labelled, strict=True):
-        joined = torch.where(own == PINNED, PINNED, joined)
-        if trial.is_zero({place}):
-            joined = torch.where(own == VOID, VOID, joined)
-    if not trial.is_zero(found):
-        joined = torch.where(joined == VOID, PINNED, joined)
-    labels.label(result, joined.expand(result.shape), zero)
-
-
-def _is_labelled(found: Tensor) -> bool:
-    return bool((thin(found)[0] != PINNED).any())
-
-
-def _true_shape(x: Tensor) -> list[int]:
-    """Return the shape of `x` before it was expanded."""
-    return [1 if stride == 0 else n for n, stride in zip(x.shape, x.stride(), strict=True)]
-
-
-def _keep_fixed(labels: Labels, found: list[Tensor], sizes: list[list[int]]) -> Tensor | None:
-    """Return the labels of a product with what stays, such as the angles of rotary positions.
-
-    Where that is the same along some dimension of channels, as along heads, all channels along the
-    others become one group. None where there is no such dimension.
-    """
-    for one, other, size in ((*found, sizes[0]), (*found[::-1], sizes[1])):
-        shape = _shape_beside(size, other)
-        along = varying(other)
-        whole = [d for d in along if shape[d] != 1]
-        if whole and len(whole) < len(along) and bool((thin(one)[0] == PINNED).all()):
-            for dim in whole:
-                labels.join_along(other, dim)
-            return labels.roots(other)
-    return None
-
-
-def _shape_beside(size: list[int], other: Tensor) -> list[int]:
-    """Return the shape `size` in the dimensions of `other`."""
-    return [1] * (other.dim() - len(size)) + size[max(0, len(size) - other.dim()) :]
-
-
-def _is_shared(size: list[int], others: list[Tensor]) -> bool:
-    """Return whether a tensor of shape `size` is broadcast along the channels of all `others`."""
-    along = [(other, d) for other in others for d in varying(other)]
-    return bool(along) and all(_shape_beside(size, other)[d] == 1 for other, d in along)
 
 
 def pool(labels: Labels, result: Tensor, x: Tensor) -> None:

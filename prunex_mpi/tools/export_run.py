@@ -28,8 +28,7 @@ from prunex_mpi.models import inputs as inputs_file
 from prunex_mpi.models.dummy_input import evaluating, probe
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.pruning.coupling import Coupling, find_coupling
-from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
-from prunex_mpi.pruning.rules import find_rules
+from prunex_mpi.pruning.removable import describe_removed, find_rules, judge, zeros_that_stay
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.tensor_file import save_tensors

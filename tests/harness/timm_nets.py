@@ -23,7 +23,7 @@ from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_energies, select
-from prunex_mpi.pruning.rules import attempt, find_rules
+from prunex_mpi.pruning.removable import attempt, find_rules
 
 NAMES = Path(__file__).with_name("timm_names.txt")
 LARGEST = 32e6

@@ -10,7 +10,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.channel_trace import Rules, rules_of
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.rules import attempt, find_rules
+from prunex_mpi.pruning.removable import attempt, find_rules
 
 SIDE, CLASSES = 8, 5
 

@@ -21,8 +21,7 @@ from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
 from prunex_mpi.pruning.projection import group_energies, select
-from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.rules import attempt, find_rules, training_failure
+from prunex_mpi.pruning.removable import attempt, find_rules, judge, training_failure
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export_run import write_network
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.coupling import Coupling, find_coupling
-from prunex_mpi.pruning.rules import attempt
+from prunex_mpi.pruning.removable import attempt
 
 SIDE, WIDTH = 8, 16
 
@@ -132,6 +132,8 @@ NO_NUMBER = "of zeros is no number, or has no slope"
         (lambda x: x / x, NO_NUMBER),
         (lambda x: torch.hypot(x, 2 * x), f"hypot {NO_NUMBER}"),
         (torch.cos, "reads what isn't zero without it"),
+        # Not as x + x.
+        (lambda x: (x + x) + torch.cos(x), "reads what isn't zero without it"),
         (lambda x: x.triu(), "triu mixes it with others"),
         (lambda x: x.cumsum(1), "cumsum mixes it with others"),
         (lambda x: x.sort(1)[0], "sort mixes it with others"),

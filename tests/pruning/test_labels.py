@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.rules import attempt, find_rules
+from prunex_mpi.pruning.removable import attempt, find_rules
 
 SIDE, WIDTH = 8, 16
 

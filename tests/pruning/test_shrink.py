@@ -14,8 +14,7 @@ from prunex_mpi.models.build import describe
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.slim import CALLS
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.rules import find_rules
+from prunex_mpi.pruning.removable import find_rules, judge
 from prunex_mpi.pruning.shrink import shrink, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export_proof import EXACT, ROUNDINGS
 from prunex_mpi.tools.export_run import write_network

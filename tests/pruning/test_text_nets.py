@@ -19,8 +19,7 @@ from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_energies, select, with_budget
-from prunex_mpi.pruning.removable import judge
-from prunex_mpi.pruning.rules import find_rules
+from prunex_mpi.pruning.removable import find_rules, judge
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export_run import write_network
 
