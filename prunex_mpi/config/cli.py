@@ -133,8 +133,8 @@ def read_config(
     foreign = [name for name in values if not concerns(name, method)]
     if foreign:
         tell(
-            f"{where} is of a run by {values['method']}; without its "
-            f"{listed(map(toml_key, foreign))}, which mean nothing to {method.name}"
+            f"{where} is of a run by {values['method']}; what means nothing to {method.name} does "
+            f"not count: {listed(map(toml_key, foreign))}"
         )
     return {name: value for name, value in values.items() if name not in foreign}, True
 

@@ -66,9 +66,8 @@ def page() -> str:
 def row(name: str) -> str:
     """Return the row of a setting."""
     field = FIELDS[name]
-    method = OWNER.get(name) or BY_NAME[(*methods_of(name), "prunex")[0]]
-    if "prunex" in methods_of(name):
-        method = BY_NAME["prunex"]
+    methods = methods_of(name)
+    method = BY_NAME["prunex" if "prunex" in methods else methods[0]]
     default = defaults("recipe", method).get(name, field.default)
     meaning = field.metadata["help"]
     if field.metadata.get("choices") and name not in ("method", "preset"):
