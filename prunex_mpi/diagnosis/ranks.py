@@ -263,7 +263,9 @@ def check_mpi_buffers(
     for operation, problem in probed.items():
         reason = f"{operation} on CUDA buffers: {problem}"
         if problem and requested == "device":
-            findings.append(_overridden(reason))
+            text = f"{reason}; --mpi-buffers device overrides that, and training may crash or wait"
+            remedy = "use --mpi-buffers host or auto"
+            findings.append(Finding("warning", "--mpi-buffers device", text, remedy))
         elif problem:
             findings.append(_staged(reason))
         else:
@@ -302,11 +304,6 @@ def device_buffers_refused(reason: str) -> Finding:
     """Return what is wrong with device buffers where MPI can't take them."""
     remedy = "use --mpi-buffers host or a CUDA-aware MPI"
     return Finding("error", "--mpi-buffers device", reason, remedy)
-
-
-def _overridden(reason: str) -> Finding:
-    text = f"{reason}; --mpi-buffers device overrides that, and training may crash or wait"
-    return Finding("warning", "--mpi-buffers device", text, "use --mpi-buffers host or auto")
 
 
 def _staged(reason: str) -> Finding:

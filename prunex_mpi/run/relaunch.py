@@ -150,16 +150,10 @@ def parse(argv: Sequence[str]) -> Options:
         text = "once a host is lost, consecutive ones are not those of a rack"
         raise UserError(f"--rack-of {racks}: {text}; give a pattern of host names")
     numbers = given.tries, given.regrow_after
-    run = run_dir_of(command)
-    return Options(hosts, given.min_hosts, given.probe, *numbers, tuple(command), run)
-
-
-def run_dir_of(command: Sequence[str]) -> Path:
-    """Return the folder of the run that a command trains: the last one that is named."""
-    found = last_value(command, "--run-dir")
-    if not found:
+    run = last_value(command, "--run-dir")
+    if not run:
         raise UserError("give the training a --run-dir: its checkpoints are there")
-    return Path(found)
+    return Options(hosts, given.min_hosts, given.probe, *numbers, tuple(command), Path(run))
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Iterate to the end: records, checkpoints when due, back after a divergence, out when asked."""
+"""The loop of a run: batches and losses, records, checkpoints when due, the end when asked."""
 
 import os
 import socket
