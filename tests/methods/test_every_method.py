@@ -12,7 +12,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import EACH, OWN, SHARED
 from prunex_mpi.methods.declared import METHODS
-from prunex_mpi.methods.exchanges import memory_of
+from prunex_mpi.methods.exchanges import EXCHANGES, memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.supervision import outer_iterations
 
@@ -22,6 +22,10 @@ def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:
     layout = build_layout(new_net(method=method))
     theta = torch.zeros(layout.numel, dtype=torch.float64)
     return memory_of(make(method=method, **changes), layout, theta)
+
+
+def test_every_exchange_of_its_own_is_in_the_table():
+    assert {m.name for m in METHODS if m.own_exchange} == {*EXCHANGES}
 
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS])
