@@ -14,7 +14,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import EACH, OWN, SHARED
 from prunex_mpi.methods.declared import METHODS
-from prunex_mpi.methods.exchanges import memory_of
+from prunex_mpi.methods.exchanges import EXCHANGES, memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.supervision import outer_iterations
 
@@ -25,6 +25,10 @@ def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:
     theta = torch.zeros(layout.numel, dtype=torch.float64)
     state = SimpleNamespace(layout=layout, theta=theta)
     return memory_of(make(method=method, **changes), state)
+
+
+def test_every_exchange_of_its_own_is_in_the_table():
+    assert {m.name for m in METHODS if m.own_exchange} == {*EXCHANGES}
 
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS])
