@@ -41,13 +41,31 @@ class UserSplit:
     data: Any
     labels: Tensor
 
+    def title(self, index: int) -> str:
+        """Return what messages call an image."""
+        return f"{self.name}[{index}]"
+
+    def image(self, index: int) -> Image.Image:
+        """Return an image as RGB; raise UserError (UNREADABLE), also where its label is another."""
+        image, label = read_item(self.data, index, self.name)
+        known = int(self.labels[index])
+        if label != known:
+            message = f"image {self.title(index)} has the label {label}, which was {known} at the"
+            advice = "its targets or labels must hold what its items have"
+            raise UserError(f"{message} start: {advice}", UNREADABLE)
+        return to_pil_image(image, self.title(index))
+
+    def files(self, image_size: int, side: int) -> Files:
+        """Return the images, cropped and scaled where `image_size` asks for it."""
+
+        def decoded(index: int) -> Tensor:
+            return to_side(self.image(index), side, fit=image_size > 0, name=self.title(index))
+
+        return Files(self.labels, side, decoded, self.title)
+
 
 def find_user_images(
-    name: str,
-    data_dir: str,
-    image_size: int,
-    skip_corrupt: bool,
-    with_test: bool,
+    name: str, data_dir: str, image_size: int, skip_corrupt: bool, with_test: bool
 ) -> Source:
     """Return the images that the function `name`, package.module:function, makes.
 
@@ -55,16 +73,14 @@ def find_user_images(
     no such function or returns no data set, UNREADABLE for what it raises and what is wrong with
     items and labels.
     """
-    splits = _make_splits(name, data_dir, with_test)
+    splits = [_make(name, data_dir, train) for train in (True, False)[: 1 + with_test]]
     train, test = splits[0], splits[-1]
     classes, class_names = _classes_of(train, test)
     counts = len(train.labels), len(test.labels) if with_test else 0
 
-    def side_of(index: int) -> int:
-        image, _ = read_item(train.data, index, train.name)
-        return min(to_pil_image(image, f"{train.name}[{index}]").size)
-
-    side = image_size or side_of_first(counts[0], side_of, skip_corrupt)
+    side = image_size or side_of_first(
+        counts[0], lambda index: min(train.image(index).size), skip_corrupt
+    )
     # Other labels or names of classes are another data set.
     digest = hashlib.blake2b("\0".join(class_names).encode(errors="surrogateescape"), digest_size=8)
     for split in splits:
@@ -73,8 +89,8 @@ def find_user_images(
             digest.update(content)
     images = f"{counts[0]:,} images to train on and {counts[1]:,} to test on"
     return Source(
-        train=_files_of(train, image_size, side),
-        test=_files_of(test, image_size, side) if with_test else None,
+        train=train.files(image_size, side),
+        test=test.files(image_size, side) if with_test else None,
         num_classes=classes,
         # Mirrored images keep their meaning unless the data set says no.
         flip=_attribute(train.name, train.data, "flip") is not False,
@@ -93,8 +109,7 @@ def _some_items(split: UserSplit) -> Iterator[bytes]:
 
     def read(index: int) -> bytes:
         try:
-            image, _ = read_item(split.data, index, split.name)
-            found = to_pil_image(image, f"{split.name}[{index}]")
+            found = split.image(index)
         except UserError:
             # It is refused, or replaced, where it is needed.
             return b""
@@ -106,17 +121,8 @@ def _some_items(split: UserSplit) -> Iterator[bytes]:
         yield content if content == read(index) else b""
 
 
-def _make_splits(name: str, data_dir: str, with_test: bool) -> list[UserSplit]:
-    """Call the function `name` for the splits; find all labels. Raises UserError."""
-    splits = []
-    for train in (True, False)[: 1 + with_test]:
-        title = f"{name} {'train' if train else 'test'}"
-        splits.append((title, make(name, data_dir, train)))
-    return [UserSplit(title, data, _labels(title, data)) for title, data in splits]
-
-
-def make(name: str, data_dir: str, train: bool) -> Any:
-    """Return one split as the user's function makes it; raise UserError as that does."""
+def _make(name: str, data_dir: str, train: bool) -> UserSplit:
+    """Call the function `name` for one split and find its labels. Raises UserError."""
     function = import_function("dataset", name, "to make the data set")
     arguments = {"data_dir": data_dir, "train": train}
     shown = f"data_dir={quote(data_dir, 250)}, train={train}"
@@ -142,7 +148,8 @@ def make(name: str, data_dir: str, train: bool) -> Any:
     if not count:
         message = f"dataset {name} has no image for {shown}"
         raise UserError(f"{message}: give it the right --data-dir, or repair it", UNREADABLE)
-    return data
+    title = f"{name} {'train' if train else 'test'}"
+    return UserSplit(title, data, _labels(title, data))
 
 
 def _labels(name: str, data: Any) -> Tensor:
@@ -230,31 +237,6 @@ def to_pil_image(image: Any, name: str) -> Image.Image:
         found = f"{pixels.dtype} {list(pixels.shape)}"
     advice = "leave out transforms that make floats, which images become on the device"
     raise UserError(f"image {name} is {found}, not {IMAGES}: {advice}", UNREADABLE)
-
-
-def _files_of(split: UserSplit, image_size: int, side: int) -> Files:
-    """Return the images, cropped and scaled where `image_size` asks for it."""
-
-    def name(index: int) -> str:
-        return f"{split.name}[{index}]"
-
-    def decoded(index: int) -> Tensor:
-        image, label = decode(split.data, index, side, fit=image_size > 0, name=split.name)
-        known = int(split.labels[index])
-        if label != known:
-            message = f"image {name(index)} has the label {label}, which was {known} at the start"
-            advice = "its targets or labels must hold what its items have"
-            raise UserError(f"{message}: {advice}", UNREADABLE)
-        return image
-
-    return Files(split.labels, side, decoded, name)
-
-
-def decode(data: Any, index: int, side: int, *, fit: bool, name: str) -> tuple[Tensor, int]:
-    """Return item `index` of a split called `name` as uint8 [3, side, side] and its label."""
-    image, label = read_item(data, index, name)
-    title = f"{name}[{index}]"
-    return to_side(to_pil_image(image, title), side, fit=fit, name=title), label
 
 
 def _classes_of(train: UserSplit, test: UserSplit) -> tuple[int, tuple[str, ...]]:
