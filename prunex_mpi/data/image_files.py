@@ -216,7 +216,7 @@ def _in_class_folders(folder: Path, known: Known) -> FileSplit:
     )
 
 
-def read_names(folder: str) -> tuple[list[str], list[str]]:
+def read_names(folder: str) -> list[list[str]]:
     """Return the names of the visible folders and files in `folder`, sorted; none if it is none."""
     folders, files = [], []
     try:
@@ -231,7 +231,7 @@ def read_names(folder: str) -> tuple[list[str], list[str]]:
         pass
     except OSError as error:
         raise UserError(f"cannot read folder {folder}: {error.strerror}", UNREADABLE) from None
-    return sorted(folders), sorted(files)
+    return [sorted(folders), sorted(files)]
 
 
 def tar_files(folder: Path) -> list[str]:
