@@ -327,7 +327,8 @@ def vectors(run: Run) -> dict[str, torch.Tensor]:
         # Followers have no use for what the workers share.
         found = {name: t for name, t in found.items() if not name.startswith("shared.")}
     found |= dict(run.problem.model.named_buffers())
-    found |= {name: torch.from_numpy(getattr(state, name)) for name in ("mask", "rho1", "rho2")}
+    arrays = {"mask": state.mask.bits, "rho1": state.rho1, "rho2": state.rho2}
+    found |= {name: torch.from_numpy(array) for name, array in arrays.items()}
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
