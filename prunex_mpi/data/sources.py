@@ -22,7 +22,7 @@ from torch import Tensor
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import download_and_extract_archive
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line
 from prunex_mpi.base.files import open_regular
 from prunex_mpi.data.decoding import Files
 
@@ -101,6 +101,10 @@ def _resize(image: Tensor, side: int) -> Tensor:
     return scaled.round_().clamp_(0, 255).to(torch.uint8)
 
 
+# A label takes 8 bytes.
+MOST_SYNTHETIC = 10**9
+
+
 def synthetic(train_samples: int | None, test_samples: int | None, image_size: int) -> Source:
     """Generate a smooth pattern per class under noise, each image from its own seed."""
     side = image_size or SYNTHETIC_SIDE
@@ -119,6 +123,9 @@ def synthetic(train_samples: int | None, test_samples: int | None, image_size: i
 
         return Files(torch.arange(count) % SYNTHETIC_CLASSES, side, generate, str)
 
+    for count, flag in ((train_samples, "--train-samples"), (test_samples, "--test-samples")):
+        if count and count > MOST_SYNTHETIC:
+            raise UserError(f"synthetic has at most {MOST_SYNTHETIC:,} images; lower {flag}", USAGE)
     train = files(train_samples or SYNTHETIC_TRAIN, 0)
     test = files(test_samples or SYNTHETIC_TEST, 1)
     return Source(train, test, SYNTHETIC_CLASSES, flip=False, pad=0)

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.models.dummy_input import evaluating
+
+# Outputs of models of `transformers` that repeat what is inside.
+CACHES = ("past_key_values", "hidden_states", "attentions")
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Called(nn.Module):
         self.batch, self.key = batch, key
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """Return the logits, or the first tensor of what the model returns."""
+        """Return what the model returns as one tensor."""
         if self.key is None:
-            return first_tensor(self.model(tensor))
+            return as_one(self.model(tensor))
         count = len(tensor)
         fixed = {
             k: v[torch.arange(count) % len(v)].to(tensor.device) if isinstance(v, Tensor) else v
@@ -60,8 +64,8 @@ class Called(nn.Module):
         }
         fixed[self.key] = tensor
         if isinstance(self.batch, Mapping):
-            return first_tensor(self.model(**fixed))
-        return first_tensor(self.model(*fixed.values()))
+            return as_one(self.model(**fixed))
+        return as_one(self.model(*fixed.values()))
 
 
 def items_of(batch: Any) -> list[tuple[Any, Any]]:
@@ -69,14 +73,28 @@ def items_of(batch: Any) -> list[tuple[Any, Any]]:
     return list(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
 
 
-def first_tensor(outputs: Any) -> Tensor:
-    """Return the logits among the outputs of a model: it, what is named so, or the first tensor."""
+def as_one(outputs: Any) -> Tensor:
+    """Return all floating-point tensors among the outputs of a model as one; caches apart.
+
+    Nothing of what a model returns may lose channels: whoever calls it may read any of it.
+    """
+    found = tensors_of(outputs)
+    if len(found) == 1:
+        return found[0]
+    rows = {len(tensor) if tensor.dim() else 0 for tensor in found}
+    together = len(rows) == 1 and 0 not in rows
+    flat = [t.flatten(1) if together and t.dim() > 1 else t.reshape(-1) for t in found]
+    return torch.cat([t[:, None] if together and t.dim() == 1 else t for t in flat], -1)
+
+
+def tensors_of(outputs: Any) -> list[Tensor]:
+    """Return the floating-point tensors of nested outputs, in order."""
     if isinstance(outputs, Tensor):
-        return outputs
-    if (logits := getattr(outputs, "logits", None)) is not None:
-        return logits
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    return next(first_tensor(value) for value in values if value is not None)
+        return [outputs] if outputs.is_floating_point() else []
+    if isinstance(outputs, Mapping):
+        outputs = [value for name, value in outputs.items() if name not in CACHES]
+    values = outputs if isinstance(outputs, list | tuple) else ()
+    return [tensor for value in values for tensor in tensors_of(value)]
 
 
 def as_read(model: nn.Module, batch: Any) -> tuple[nn.Module, Example]:
@@ -87,8 +105,13 @@ def as_read(model: nn.Module, batch: Any) -> tuple[nn.Module, Example]:
     """
     if isinstance(batch, Tensor):
         example = Example(batch.detach().cpu())
+        one = example.draw(1, next(model.parameters()).dtype).to(next(model.parameters()).device)
         with evaluating(model):
-            plain = isinstance(model(example.draw(1, next(model.parameters()).dtype)), Tensor)
+            try:
+                plain = isinstance(model(one), Tensor)
+            # The model's own code may raise anything.
+            except Exception as error:
+                raise UserError(f"the model does not take example=: {one_line(error)}") from error
         return model if plain else Called(model, None, None), example
     key, tensor = next((k, v) for k, v in items_of(batch) if isinstance(v, Tensor))
     return Called(model, batch, key), Example(tensor.detach().cpu())

@@ -59,7 +59,9 @@ def settings_of(
         if name in INSTEAD:
             raise UserError(f"{name} is no setting of replicate; give {INSTEAD[name]}")
         if name not in FIELDS:
-            raise UserError(f"replicate has no setting {name!r}{meant(name, ACCEPTED | own)}")
+            guess = method.option_name(name)
+            hint = f"; did you mean {guess!r}" if guess in own else meant(name, ACCEPTED | own)
+            raise UserError(f"replicate has no setting {name!r}{hint}")
         raise UserError(
             f"{key_of(name)} means nothing in one's own loop, which brings model, data and files; "
             "leave it away"

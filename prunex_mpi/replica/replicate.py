@@ -82,6 +82,8 @@ def replicate(
     `steps_per_epoch` is for schedules in epochs, by default `local_steps`. Raises UserError on
     every rank. Collective on `comm`.
     """
+    if not isinstance(comm, MPI.Comm):
+        raise UserError(f"the first argument of replicate is a communicator, not {type(comm)}")
     end_all_on_exceptions(comm)
     asked = partial(
         settings_of,

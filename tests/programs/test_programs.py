@@ -17,7 +17,7 @@ WORDS = {
     "train": "--keep-ratio",
     "elastic": "--min-hosts",
     "doctor": "--mpi-buffers",
-    "bench": "kernels, overhead, collectives, ddp, text or all",
+    "bench": "figure --help",
     "export": "--torch-export",
     "evaluate": "--classes",
     "report": "--png",

@@ -238,8 +238,8 @@ def test_networks_without_3x3_kernels_are_refused(model, reason):
     [
         ({"keep_ratio": 0.3}, "keep-ratio means nothing with groups pattern"),
         ({"remove_dropped": True}, "remove-dropped is for coupled groups alone"),
-        ({"keep_by": "parameters"}, "keep-by parameters is for coupled groups alone"),
-        ({"score": "gates"}, "score gates is for coupled groups alone"),
+        ({"keep_by": "parameters"}, "keep-by is for coupled groups alone"),
+        ({"score": "gates"}, "score is for coupled groups alone"),
         (
             {"groups": ("kernel", "pattern"), "keep_ratio": (0.5, 0.5)},
             "keep-ratio has 2 values for 1 groups.*none for pattern",

@@ -255,6 +255,41 @@ def new_model() -> nn.Module:
     )
 
 
+class TwoHeads(nn.Module):
+    """A trunk with a classifier and a second head, whose outputs come in any form."""
+
+    def __init__(self, form: type) -> None:
+        super().__init__()
+        self.form = form
+        self.trunk, self.second = nn.Linear(8, 16), nn.Linear(16, 6)
+        self.classifier = nn.Linear(16, 4)
+
+    def forward(self, batch: Tensor) -> Any:
+        hidden = torch.relu(self.trunk(batch))
+        outputs = self.second(hidden), self.classifier(hidden.mean(1))
+        return dict(zip("ab", outputs, strict=True)) if self.form is dict else self.form(outputs)
+
+
+@pytest.mark.parametrize("form", [tuple, list, dict])
+def test_every_output_keeps_its_channels(form: type) -> None:
+    torch.manual_seed(0)
+    model = TwoHeads(form)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"groups": ["coupled"], "ranks_per_node": 1, "outer_iterations": 8, "local_steps": 1}
+    example = torch.randn(2, 3, 8)
+    with prunex_mpi.replicate(
+        WORLD, model, optimizer, method="prunex", example=example, **given
+    ) as replica:
+        while not replica.done:
+            outputs = model(torch.randn(2, 3, 8))
+            first, second = outputs.values() if form is dict else outputs
+            (first.square().mean() + second.square().mean()).backward()
+            replica.step()
+        small = replica.smaller()
+    assert (small.trunk.out_features, small.second.out_features) == (8, 6)
+    assert small.classifier.out_features == 4
+
+
 REFUSED = {
     "lr": ({"lr": 0.1}, "lr is no setting of replicate; give that of the optimizer"),
     "data": ({"val_split": 0.1}, "val-split means nothing in one's own loop"),
@@ -263,6 +298,8 @@ REFUSED = {
     "length": ({"outer_iterations": None}, "replicate needs outer_iterations="),
     "example": ({"method": "prunex", "example": None}, "give example=, a batch"),
     "bn": ({"bn": "recalibrate"}, "bn recalibrate needs batches; give calibrate="),
+    "option": ({"method": "topk", "ratio": 0.1}, "'ratio'; did you mean 'topk_ratio'"),
+    "width": ({"method": "prunex", "example": torch.zeros(2, 4, 8, 8)}, "does not take example=: "),
     "momentum": ({"method": "dgc"}, "give torch.optim.SGD without momentum"),
     "grasp": ({"method": "pactrain", "keep_ratio": 0.1}, "pactrain_score='magnitude'"),
 }
