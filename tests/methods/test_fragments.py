@@ -102,11 +102,12 @@ def test_as_many_bytes_leave_as_at_once_and_no_more_than_a_part_between_two_step
     found, sent = {}, []
     real = exchange.exchange_
 
-    def noted(wires, state, *rest):
+    def noted(wires, state, payload, fragment, *rest):
         before = state.position.traffic.payload
-        real(wires, state, *rest)
+        real(wires, state, payload, fragment, *rest)
         now = STEPS * (state.position.iteration - 1) + state.position.step
-        sent.append((now, state.position.traffic.payload - before))
+        if fragment.number:
+            sent.append((now, state.position.traffic.payload - before))
 
     for fragments in (1, 3):
         settings = make(**COMMON, method="diloco", payload=payload, fragments=fragments)
