@@ -36,7 +36,8 @@ class Lockstep:
         if self.comm.size > 1:
             self._tell(left=False)
             self._listen()
-            if self.gone:
+            # It may have left after this very step, which this rank has yet to take.
+            if self.gone and self.theirs < self.step:
                 raise UserError(self._describe(self.right, self.theirs, self.comm.rank, self.step))
 
     def leave(self) -> None:
