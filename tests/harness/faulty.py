@@ -92,15 +92,17 @@ def main() -> int:
     # All of it, and what the first optimizer imports: a short --timeout must not end a job that
     # still imports.
     import_module("torch._dynamo")
-    from mpi4py import MPI
+    # With what the program itself gives MPI to begin: other settings sum in another order.
+    from prunex_mpi.run.program import start_mpi
 
+    world = start_mpi()
     from prunex_mpi import train
     from prunex_mpi.comm import preemption
 
     # A job of seconds would be over before its ranks agree to stop.
     preemption.PERIOD_S = 0.0
     fault = json.loads(sys.argv[1])
-    if MPI.COMM_WORLD.rank == fault["rank"]:
+    if world.rank == fault["rank"]:
         install(fault)
     return train.main(sys.argv[2:])
 
