@@ -219,5 +219,4 @@ def mean_over_ranks(world: MPI.Comm, value: float) -> float:
     return float(buffer[0]) / world.size
 
 
-ROUND_TRIPS = 20
 TAG = 7

@@ -6,9 +6,9 @@ was compared with the published one, and nothing but plain values and NumPy arra
 
 import hashlib
 import pickle
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
@@ -146,7 +146,7 @@ def cifar(name: str, data_dir: Path, download: bool, image_size: int, with_test:
     Raises UserError (UNREADABLE).
     """
     published = CIFAR10 if name == "cifar10" else CIFAR100
-    read: Callable[[], Source] = lambda: _read(published, data_dir, image_size, with_test)  # noqa: E731
+    read = partial(_read, published, data_dir, image_size, with_test)
     try:
         return read()
     except (ValueError, OSError) as missing:

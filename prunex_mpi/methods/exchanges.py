@@ -6,7 +6,6 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.exchange import outer_memory
 from prunex_mpi.core.mask_choice import memory_of_scores
 from prunex_mpi.core.state import State
-from prunex_mpi.core.sums import SUMMED
 from prunex_mpi.methods.adacgd import AdaCgd
 from prunex_mpi.methods.clicktrain import ClickTrain
 from prunex_mpi.methods.dense import Dense
@@ -49,33 +48,10 @@ EXCHANGES: dict[str, type[Exchange]] = {
     "sparseloco": SparseLoco,
 }
 
-# What the drivers that exchange once per outer iteration send between nodes then.
-COMPACT = "compact, and BatchNorm statistics"
-AVERAGE = ("parameters", "leader", "Allreduce SUM", COMPACT)
-SHARED_AVERAGE = ("parameters", "leader", "Allreduce MAX and SUM", f"{COMPACT}, 8 bits")
-CODED_AVERAGE = ("parameters", "leader", "Alltoallv, Allgather", f"{COMPACT}, fewer bits")
-DECISION = ("mask", "world", "Bcast", "a bit per group")
-CHOICE = (
-    ("group energies", "leader", "Reduce SUM", "one float per group (vote)"),
-    ("mask", "leader", "Bcast, or Allreduce BOR", "a bit per group"),
-)
-
 
 def exchange_of(method: Method) -> type[Exchange]:
     """Return the class of a method's own exchange; the base where it averages parameters."""
     return EXCHANGES.get(method.name, Exchange)
-
-
-def operations_of(settings: Settings) -> tuple[tuple[str, str, str, str], ...]:
-    """Return the messages of any method: rows (what, communicator, MPI operation, operand)."""
-    method, average = settings.method, CODED_AVERAGE
-    if settings.payload in ("fp32", SUMMED):
-        average = AVERAGE if settings.payload == "fp32" else SHARED_AVERAGE
-    if method.own_exchange:
-        return exchange_of(method).OPERATIONS
-    if method.flat:
-        return (average, DECISION)
-    return (*CHOICE, average) if method.prunes_groups else (average,)
 
 
 def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], rounds: int) -> int:

@@ -175,12 +175,6 @@ def duration_words(seconds: float) -> str:
     return f"{seconds / size:.3g} {unit}"
 
 
-def size_words(size: float) -> str:
-    """Return bytes in the unit that suits them."""
-    unit, name = unit_of_bytes(size)
-    return f"{size / unit:.2f} {name}" if unit > 1 else f"{size:.0f} {name}"
-
-
 # --------------------------------------------------------------------------------------------------
 # Curves and bars
 # --------------------------------------------------------------------------------------------------
