@@ -262,7 +262,7 @@ def nesterov_(settings: Settings, k: int, last: Tensor, mean: Tensor, velocity: 
 
 def goes_in_parts(context: RunContext, this: Round, stage: Stage) -> bool:
     """Return whether this outer iteration sends its message in parts."""
-    at_once = this.last or stage.freeze or not context.state.consensus_sgd
+    at_once = this.last or stage.freeze or stage.choose or not context.state.consensus_sgd
     return context.settings.fragments > 1 and not at_once
 
 

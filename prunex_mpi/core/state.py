@@ -317,7 +317,7 @@ def build_state(
         position=Position(fresh_statistics=batchnorm.are_fresh(bn_modules)),
         shrinks=settings.method.nodes,
         removes=settings.method.removes,
-        consensus_sgd=not settings.method.consensus,
+        consensus_sgd=not getattr(settings.options, "duals", settings.method.consensus),
         sound=torch.empty_like(stats) if settings.amp == "fp16" else None,
     )
 

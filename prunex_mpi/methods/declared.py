@@ -29,10 +29,17 @@ class PrunexOptions:
         1,
         low=1,
     )
+    duals: bool = option(
+        "pull theta and z together by duals and penalties; without, masks are chosen of averages, "
+        "as in gradual magnitude pruning",
+        True,
+    )
 
 
 def check_prunex(settings: Settings) -> None:
-    """Refuse what looks at z, masks or seconds of exchanges where there is no exchange."""
+    """Refuse what needs duals where there are none, or exchanges in each outer iteration."""
+    if not settings.options.duals:
+        _check_without_duals(settings)
     every = settings.options.t_sync
     if every == 1:
         return
@@ -60,6 +67,23 @@ def check_prunex(settings: Settings) -> None:
         raise UserError(f"{what}: overlap-steps is for exchanges in each outer iteration; give one")
     if settings.local_steps == AUTO:
         raise UserError(f"{what}: local-steps auto sets the interval by itself; give one of them")
+
+
+def _check_without_duals(settings: Settings) -> None:
+    """Refuse what is a matter of duals, or of where each rank is, in a run without them."""
+    for name, other in {
+        "after_freeze": "local-sgd",
+        "penalty": "fixed",
+        "residuals": "off",
+        "theta_start": "z",
+        "weight_decay_in": "theta",
+        "mask_agreement": "vote",
+    }.items():
+        if (value := getattr(settings, name)) != other:
+            key = name.replace("_", "-")
+            raise UserError(f"{key} {value} needs duals: give --{key} {other}, or --prunex-duals")
+    if settings.options.t_sync > 1:
+        raise UserError("prunex.t-sync: nodes go their own ways by duals alone; give one of them")
 
 
 PRUNEX = Method(

@@ -474,6 +474,8 @@ BAD_FLAGS = [
     ("--method pactrain --pactrain-ternary --amp fp16", "the scale of pactrain.ternary"),
     ("--spardl-teams 2", "spardl.teams means nothing to method prunex"),
     ("--method spardl --spardl-teams 2 --on-node-loss continue", "spardl.teams 2: once a node is"),
+    ("--no-prunex-duals", "residuals every needs duals"),
+    ("--no-prunex-duals --residuals off --penalty balance", "penalty balance needs duals"),
     ("--prunex-t-sync 3", "t-sync 3: what is evaluated is z"),
     ("--prunex-t-sync 99 --evaluate-every 99", "is more than the 64 outer-iterations"),
     ("--prunex-t-sync 2 --evaluate-every 4", "t-sync 2: residuals are measured on z"),

@@ -138,3 +138,23 @@ def test_waiting_for_the_gradients_of_the_node_is_no_local_work(method, monkeypa
             seconds = record["seconds"]
             assert seconds["intra"] > STEPS * pause_s
             assert 0 < sum(seconds.values()) - seconds["total"] <= seconds["total"]
+
+
+@pytest.mark.any_mpi
+@pytest.mark.two_ranks
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("node_sync", ["step", "outer"])
+def test_one_choice_without_duals_is_one_shot(node_sync):
+    common = {**COMMON, "payload": "int4", "groups": ("coupled",), "node_sync": node_sync}
+    once = make(method="one-shot", one_shot_prune_iteration=2, **common)
+    stages = {"warmup_iterations": 1, "keep_ramp_iterations": 0, "freeze_iteration": 2}
+    without = make(method="prunex", prunex_duals=False, residuals="off", **stages, **common)
+    with nodes_of(2 if node_sync == "outer" else 1) as topology:
+        found = []
+        for settings in (once, without):
+            stream = RandomStream(WORLD.rank, torch.float64)
+            runs = run_driver(topology, settings, new_net(), stream, STEPS)
+            found.append([(state.z.clone(), record["bytes"]) for record, state in runs])
+    for (z, of_one_shot), (same, sent) in zip(*found, strict=True):
+        assert torch.equal(z, same)
+        assert sent["payload"] == of_one_shot["payload"]
