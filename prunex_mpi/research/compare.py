@@ -55,17 +55,8 @@ from prunex_mpi.diagnosis.devices import resolve_mpi_buffers
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.research.outcomes import (
-    Comparison,
-    Outcome,
-    Tuning,
-    at_chance,
-    outcome_from,
-    read_measured,
-)
 from prunex_mpi.research.plan import BY_SEED, OWN_LENGTH, Options, Row, Run
 from prunex_mpi.research.reveal import read_reveal, reveal, tested
-from prunex_mpi.research.tables import tables_of
 from prunex_mpi.run import job
 from prunex_mpi.run.directory import COMPLETE, new_folder, read_summary
 from prunex_mpi.run.pretrained import TORCHVISION
@@ -74,6 +65,15 @@ from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
 from prunex_mpi.settings.values import left_open
+from prunex_mpi.tools.report.comparison import (
+    Comparison,
+    Outcome,
+    Tuning,
+    at_chance,
+    outcome_from,
+    read_measured,
+)
+from prunex_mpi.tools.report.comparison_tables import tables_of
 from prunex_mpi.tools.report.read_runs import how_it_ended
 
 # Of the weights that a run begins with and learns from; a run fills them in.
@@ -112,7 +112,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
 
 def show(options: Options, found: Comparison) -> None:
     """Print and write; raise UserError."""
-    tables = tables_of(found, options.targets)
+    tables = tables_of(found)
     # First of all: who reads the text through a pipe may close it.
     if options.json_file:
         whole = as_json(dict(found.machine), tables) | {"comparison": asdict(found)}
@@ -157,6 +157,7 @@ def run_all(world: MPI.Comm, options: Options, received: ReceivedSignal) -> Comp
             plan=options.plan,
             protocol={**protocol, "validation": first.val_split},
             revealed=revealed.get("at", ""),
+            targets=options.targets,
         )
 
 

@@ -32,7 +32,6 @@ from prunex_mpi.tools.report.curves import (
     RESIDUAL_WORDS,
     Named,
     add_legend,
-    along,
     look_of,
     new_figure,
     new_panel,
@@ -296,7 +295,7 @@ def speed_of(run: Run) -> tuple[int, float]:
         work = float(samples or Fraction(str(run.setting("local-epochs"))))
     except (TypeError, ValueError, ZeroDivisionError):
         raise lacking("9", run, "local-epochs or local-steps in its config.toml") from None
-    seconds = np.diff(along(run, "seconds"), prepend=0.0)
+    seconds = np.diff(run.along("seconds"), prepend=0.0)
     typical = float(np.median(seconds[len(seconds) // 2 :]))
     if not ranks or not typical:
         raise lacking("9", run, f"{RANKS}, or seconds")

@@ -19,7 +19,6 @@ from prunex_mpi.base.files import read_text, telling_disk_errors, write_json_dur
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_json, run_collectively, run_on_first
-from prunex_mpi.research.outcomes import Outcome, Quality
 from prunex_mpi.research.plan import Options
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
@@ -33,6 +32,7 @@ from prunex_mpi.tools.evaluate_network import (
     read_text_for,
 )
 from prunex_mpi.tools.evaluate_options import BATCH
+from prunex_mpi.tools.report.comparison import Outcome, Quality
 
 REVEAL = "reveal.json"
 

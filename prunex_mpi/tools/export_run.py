@@ -89,7 +89,7 @@ def export(options: Namespace) -> None:
         if run.tokenizer is not None and run.tokenizer.digest:
             shutil.copyfile(run.tokenizer.name, folder / TOKENIZER)
         smaller = standalone.load(folder)
-        write_json_durably(folder / standalone.PLAN, {**written, "probe": probe(smaller, inputs)})
+        written["probe"] = probe(smaller, inputs)
         proof = prove(run.model, smaller, batches_of(BATCH), inputs.counted)
         run.check_readable()
         # What became smaller in training may have nothing left to take out.
@@ -102,7 +102,10 @@ def export(options: Namespace) -> None:
         name, larger, size = full_size(run)
         sizes = (size, (folder / standalone.MODEL).stat().st_size)
         networks = {name: larger, "smaller": smaller}
-        table = compare(networks, inputs, images, sizes, devices, options.repeat)
+        table, seconds = compare(networks, inputs, images, sizes, devices, options.repeat)
+        # Of full size, and smaller; comparisons read them.
+        written |= {"forward_s": seconds} if seconds else {}
+        write_json_durably(folder / standalone.PLAN, written)
 
     for line in plan["stays"]:
         print(f"stays: {line}")

@@ -12,7 +12,7 @@ import numpy as np
 
 from prunex_mpi.base.record_keys import ACCURACY, LABELS, RESIDUALS
 from prunex_mpi.base.units import GIB, KIB, MIB
-from prunex_mpi.tools.report.read_compared import Compared
+from prunex_mpi.tools.report.comparison import Comparison, RowCurve, curves_of
 from prunex_mpi.tools.report.read_runs import Layers, Run
 
 if TYPE_CHECKING:
@@ -75,8 +75,6 @@ MARKED, SOME = 40, 12
 WIDE_SPAN = 20
 # So many names of layers can be read in one picture.
 MOST_NAMES = 40
-# Curves of more rows of a comparison can't be told apart: their ends alone are drawn.
-MOST_ROWS = 8
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,23 +242,11 @@ def sent_bytes(runs: Iterable[Run]) -> str:
     return "bytes.sent" if all(run.total("bytes.sent") for run in runs) else "bytes.payload"
 
 
-def along(run: Run, axis: str) -> np.ndarray:
-    """Return where each outer iteration ends, on an axis: iteration, seconds, or a kind of bytes.
-
-    Seconds are of training, without evaluation.
-    """
-    if axis == "iteration":
-        return run.iterations
-    if axis == "seconds":
-        return np.cumsum(run.filled("seconds.total") - run.filled("seconds.evaluate"))
-    return np.cumsum(run.filled(axis))
-
-
 def scale_of(runs: Iterable[Run], axis: str) -> tuple[float, str]:
     """Return the unit of an axis that holds all runs, and what is written at it."""
     if axis == "iteration":
         return 1, "outer iteration"
-    most = max(float(along(run, axis)[-1]) for run in runs)
+    most = max(float(run.along(axis)[-1]) for run in runs)
     if axis == "seconds":
         size, name = unit_of_seconds(most)
         return size, f"{name} of training, evaluation left out"
@@ -278,7 +264,7 @@ def named_measure(runs: Iterable[Run]) -> str:
 def draw_measure(panel: "Axes", named: Named, axis: str, first: int = 0) -> None:
     """Draw what runs are judged by, along an axis of `along`, in looks from the `first` one on."""
     size, word = scale_of(named.values(), axis)
-    draw(panel, ((name, along(run, axis) / size, run.judged) for name, run in named.items()), first)
+    draw(panel, ((name, run.along(axis) / size, run.judged) for name, run in named.items()), first)
     panel.set_xlabel(word)
     panel.set_ylabel(named_measure(named.values()))
     if axis == "iteration":
@@ -290,7 +276,7 @@ def mark_freeze(panel: "Axes", named: Named, axis: str = "iteration") -> None:
     (run, *others) = named.values()
     fixed = np.flatnonzero(run.column("frozen") == 1)
     if not others and len(fixed) and fixed[0]:
-        at = along(run, axis)[fixed[0]] / scale_of([run], axis)[0]
+        at = run.along(axis)[fixed[0]] / scale_of([run], axis)[0]
         panel.axvline(at, color=GREY, linestyle="-.", linewidth=1, label="masks fixed")
 
 
@@ -303,7 +289,7 @@ def learning(named: Named, axis: str) -> "Figure | None":
     figure = new_figure(4.8 if judged else 3.2)
     panels = figure.subplots(1 + judged, 1, sharex=True, squeeze=False)[:, 0]
     size, word = scale_of(runs, axis)
-    lines = [(name, along(r, axis) / size, r.column("train_loss")) for name, r in named.items()]
+    lines = [(name, r.along(axis) / size, r.column("train_loss")) for name, r in named.items()]
     panels[0].set_ylabel("training loss")
     if len(runs) == 1 and judged and runs[0].measure is ACCURACY:
         which, data = runs[0].judged_on
@@ -444,27 +430,42 @@ def layer_density(layers: Layers) -> "Figure | None":
 # --------------------------------------------------------------------------------------------------
 
 
-def compared(found: Compared, axis: str) -> "Figure | None":
-    """Draw the rows of a comparison over "sent_mib" or "seconds", the spread of seeds at the end.
+def compared(found: Comparison, axis: str) -> "Figure | None":
+    """Draw the rows of a comparison over "sent_bytes" or "train_s", the best one first.
 
-    Of many rows the ends alone are drawn, numbered.
+    Ends are numbered, with the spread of the seeds, the ways to them pale. Where no row with less
+    reached more there is the Pareto frontier.
     """
-    if not found.curves:
+    rows = curves_of(found)
+    if not rows:
         return None
-    many = len(found.curves) > MOST_ROWS
     figure, panel = new_panel(4.2)
-    for number, curve in enumerate(found.curves):
-        look, x = look_of(number), getattr(curve, axis)
-        label = f"{number + 1}: {curve.label}" if many else curve.label
-        end = {**look, "label": plain(label), "capsize": 3, "markersize": 6}
-        if not many:
-            panel.plot(x, curve.values, **{**look, "marker": ""})
-        panel.errorbar(x[-1:], curve.values[-1:], yerr=[curve.spread], **end)
-        if many:
-            where = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
-            panel.annotate(str(number + 1), (x[-1], curve.values[-1]), **where)
+    size = MIB if axis == "sent_bytes" else 1
+    for number, row in enumerate(rows):
+        look, x = look_of(number), np.array(getattr(row, axis)) / size
+        name = row.row if row.whole else f"{row.row} (without the seeds that did not end)"
+        panel.plot(x, row.values, color=look["color"], linewidth=0.8, alpha=0.35)
+        end = {"color": look["color"], "marker": look["marker"], "markersize": 6, "capsize": 3}
+        label = plain(f"{number + 1}: {name}")
+        panel.errorbar(x[-1:], row.values[-1:], yerr=[row.spread], label=label, ls="", **end)
+        where = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
+        panel.annotate(str(number + 1), (x[-1], row.values[-1]), **where)
+    x, y = frontier(rows, axis)
+    look = {"color": GREY, "linestyle": "--", "linewidth": 1, "label": "Pareto frontier"}
+    panel.step(np.array(x) / size, y, where="post", **look)
     panel.set_xscale("log")
-    panel.set_xlabel("MiB that left a node" if axis == "sent_mib" else "seconds, this machine")
-    panel.set_ylabel(f"{found.judged_on} {found.measure.label}, {found.measure.unit}")
+    panel.set_xlabel("MiB that left a node" if size == MIB else "seconds, this machine")
+    panel.set_ylabel(f"{found.held_out} {found.measure.label}, {found.measure.unit}")
     add_legend(figure)
     return figure
+
+
+def frontier(rows: Sequence[RowCurve], axis: str) -> tuple[list[float], list[float]]:
+    """Return costs and values of the ends of `rows`, the best first, that no cheaper one reaches.
+
+    Rows of which a seed did not end are left out.
+    """
+    ends = [(getattr(row, axis)[-1], row.values[-1]) for row in rows if row.whole]
+    # What is as good or better stands before a row.
+    best = [end for i, end in enumerate(ends) if all(end[0] < other[0] for other in ends[:i])]
+    return [x for x, _ in reversed(best)], [y for _, y in reversed(best)]

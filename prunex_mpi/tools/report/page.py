@@ -23,8 +23,9 @@ from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.run.summary import closing_rows
 from prunex_mpi.settings.values import in_words
 from prunex_mpi.tools.report import curves
+from prunex_mpi.tools.report.comparison import Comparison, read_comparison
+from prunex_mpi.tools.report.comparison_tables import equal_tables, other_tables, results_table
 from prunex_mpi.tools.report.curves import DPI, MOST_CURVES, Named, duration_words, styled
-from prunex_mpi.tools.report.read_compared import Compared, read_compared
 from prunex_mpi.tools.report.read_runs import (
     ENDS,
     Run,
@@ -325,26 +326,37 @@ def differing_table(named: Named) -> Table:
 
 def page_of_comparisons(paths: Sequence[Path]) -> Page:
     """Return the page of the comparisons in these files; raise UserError."""
-    found = [read_compared(path) for path in paths]
+    found = {path: read_comparison(path) for path in paths}
     return Page(
         title="Comparison of methods",
         source=" · ".join(map(shown, paths)),
-        notices=[f"{shown(one.path.name)}: {line}" for one in found for line in one.problems],
-        sections=[part for number, one in enumerate(found, 1) for part in sections_of(one, number)],
+        notices=[
+            f"{shown(path.name)}: {run.row}, seed {run.seed}, {run.ending}: {run.problem}"
+            for path, one in found.items()
+            for run in one.outcomes
+            if run.measured is None
+        ],
+        sections=[
+            part
+            for number, (path, one) in enumerate(found.items(), 1)
+            for part in sections_of(one, shown(path.name), number)
+        ],
     )
 
 
-def sections_of(found: Compared, number: int) -> list[Section]:
+def sections_of(found: Comparison, name: str, number: int) -> list[Section]:
     """Return the results of a comparison with its pictures, and what else there is of it."""
     measure = found.measure.label.capitalize()
     pictures = pictures_of(
-        (f"bytes-{number}", f"{measure} against bytes", curves.compared(found, "sent_mib")),
-        (f"seconds-{number}", f"{measure} against time", curves.compared(found, "seconds")),
+        (f"bytes-{number}", f"{measure} against bytes", curves.compared(found, "sent_bytes")),
+        (f"seconds-{number}", f"{measure} against time", curves.compared(found, "train_s")),
     )
     machine = Table("Machine", (), tuple(found.machine.items()))
-    name = shown(found.path.name)
-    more = Section(f"More of {name}", [*found.tables[1:], machine])
-    return [Section(name, found.tables[:1], pictures), more]
+    return [
+        Section(name, [results_table(found)], pictures),
+        Section(f"{name}: at equal budgets", equal_tables(found)),
+        Section(f"More of {name}", [*other_tables(found), machine]),
+    ]
 
 
 # --------------------------------------------------------------------------------------------------

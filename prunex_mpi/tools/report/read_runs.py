@@ -142,6 +142,17 @@ class Run:
         known = self.judged[np.isfinite(self.judged)]
         return (float(known[-1]) if len(known) else float("nan")), self.judged_on[1]
 
+    def along(self, axis: str) -> np.ndarray:
+        """Return where each outer iteration ends: iteration, seconds, or a kind of bytes.
+
+        Seconds are of training, without evaluation.
+        """
+        if axis == "iteration":
+            return self.iterations
+        if axis == "seconds":
+            return np.cumsum(self.filled("seconds.total") - self.filled("seconds.evaluate"))
+        return np.cumsum(self.filled(axis))
+
     def setting(self, key: str, otherwise: Any = None) -> Any:
         """Return what config.toml says."""
         return self.config.get(key, otherwise)
