@@ -253,7 +253,7 @@ def test_a_curve_is_the_mean_over_seeds():
     assert (curve.row, curve.whole) == ("dense", True)
     assert (curve.sent_bytes, curve.train_s) == ((2**19, 2**20), (3, 7))
     assert curve.values == pytest.approx((25, 60))
-    assert curve.spread == pytest.approx(200**0.5)
+    assert (curve.parameters_left, curve.spread) == ((60,), pytest.approx(200**0.5))
     # One was evaluated less often: what both have is drawn.
     shorter = replace(runs[1], measured=replace(other, curve=other.curve[1:]))
     (ends,) = curves_of(comparison([runs[0], shorter]))
@@ -342,4 +342,4 @@ def test_a_comparison_is_its_tables_and_its_pictures(tmp_path, monkeypatch):
         *("At equal samples", "At equal bytes", "At equal seconds", "To 40 % accuracy"),
     ):
         assert words in page
-    assert page.count("<img ") == 2
+    assert page.count("<img ") == 3

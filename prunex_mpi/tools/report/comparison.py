@@ -228,8 +228,8 @@ def ended(runs: Sequence[Outcome]) -> list[Measured]:
 class RowCurve:
     """Means of a row over those of its seeds that ended, at the evaluations that all of them have.
 
-    `values` are what tables show; `spread` is the standard deviation at the end. `whole`: every
-    seed ended.
+    `values` are what tables show; `parameters_left` and the standard deviation `spread` are of the
+    end. `whole`: every seed ended.
     """
 
     row: str
@@ -237,6 +237,7 @@ class RowCurve:
     sent_bytes: tuple[float, ...]
     train_s: tuple[float, ...]
     values: tuple[float, ...]
+    parameters_left: tuple[float, ...]
     spread: float
 
 
@@ -257,6 +258,7 @@ def curves_of(found: Comparison) -> list[RowCurve]:
                     tuple(mean(point.sent_bytes for point in at) for at in points),
                     tuple(mean(point.train_s for point in at) for at in points),
                     tuple(mean(point.shown for point in at) for at in points),
+                    (mean(m.parameters_left for m in measured),),
                     stdev(ends) if len(ends) > 1 else 0.0,
                 )
             )

@@ -76,6 +76,13 @@ WIDE_SPAN = 20
 # So many names of layers can be read in one picture.
 MOST_NAMES = 40
 
+# Of a row of a comparison: the unit of each cost and what is written at it.
+COSTS = {
+    "sent_bytes": (MIB, "MiB that left a node"),
+    "train_s": (1, "seconds, this machine"),
+    "parameters_left": (1, "parameters left"),
+}
+
 
 # --------------------------------------------------------------------------------------------------
 # How a picture looks
@@ -431,7 +438,7 @@ def layer_density(layers: Layers) -> "Figure | None":
 
 
 def compared(found: Comparison, axis: str) -> "Figure | None":
-    """Draw the rows of a comparison over "sent_bytes" or "train_s", the best one first.
+    """Draw the rows of a comparison over one of COSTS, the best one first.
 
     Ends are numbered, with the spread of the seeds, the ways to them pale. Where no row with less
     reached more there is the Pareto frontier.
@@ -440,11 +447,12 @@ def compared(found: Comparison, axis: str) -> "Figure | None":
     if not rows:
         return None
     figure, panel = new_panel(4.2)
-    size = MIB if axis == "sent_bytes" else 1
+    size, word = COSTS[axis]
     for number, row in enumerate(rows):
         look, x = look_of(number), np.array(getattr(row, axis)) / size
         name = row.row if row.whole else f"{row.row} (without the seeds that did not end)"
-        panel.plot(x, row.values, color=look["color"], linewidth=0.8, alpha=0.35)
+        way = row.values[-len(x) :]
+        panel.plot(x, way, color=look["color"], linewidth=0.8, alpha=0.35)
         end = {"color": look["color"], "marker": look["marker"], "markersize": 6, "capsize": 3}
         label = plain(f"{number + 1}: {name}")
         panel.errorbar(x[-1:], row.values[-1:], yerr=[row.spread], label=label, ls="", **end)
@@ -454,7 +462,7 @@ def compared(found: Comparison, axis: str) -> "Figure | None":
     look = {"color": GREY, "linestyle": "--", "linewidth": 1, "label": "Pareto frontier"}
     panel.step(np.array(x) / size, y, where="post", **look)
     panel.set_xscale("log")
-    panel.set_xlabel("MiB that left a node" if size == MIB else "seconds, this machine")
+    panel.set_xlabel(word)
     panel.set_ylabel(f"{found.held_out} {found.measure.label}, {found.measure.unit}")
     add_legend(figure)
     return figure

@@ -347,9 +347,12 @@ def page_of_comparisons(paths: Sequence[Path]) -> Page:
 def sections_of(found: Comparison, name: str, number: int) -> list[Section]:
     """Return the results of a comparison with its pictures, and what else there is of it."""
     measure = found.measure.label.capitalize()
+    axes = {"bytes": "sent_bytes", "time": "train_s", "parameters left": "parameters_left"}
     pictures = pictures_of(
-        (f"bytes-{number}", f"{measure} against bytes", curves.compared(found, "sent_bytes")),
-        (f"seconds-{number}", f"{measure} against time", curves.compared(found, "train_s")),
+        *(
+            (f"{axis}-{number}", f"{measure} against {word}", curves.compared(found, axis))
+            for word, axis in axes.items()
+        )
     )
     machine = Table("Machine", (), tuple(found.machine.items()))
     return [
