@@ -23,7 +23,6 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import (
     FAILURE,
     PREEMPTED,
-    UNREADABLE,
     Diverged,
     UserError,
     quote,
@@ -55,11 +54,10 @@ from prunex_mpi.diagnosis.devices import resolve_mpi_buffers
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.research.plan import BY_SEED, OWN_LENGTH, Options, Row, Run
+from prunex_mpi.research.plan import OWN_LENGTH, Options, Row, Run
 from prunex_mpi.research.reveal import read_reveal, reveal, tested
 from prunex_mpi.run import job
 from prunex_mpi.run.directory import COMPLETE, new_folder, read_summary
-from prunex_mpi.run.pretrained import TORCHVISION
 from prunex_mpi.run.problem import load_dataset, make_model
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import Place, check_launched_together, take_places
@@ -233,7 +231,7 @@ def has_ended(path: Path) -> bool:
 
 
 def prepare(options: Options) -> None:
-    """Raise UserError unless all can be written that --json and --dir name, and read that runs do.
+    """Raise UserError unless all can be written that --json and --dir name.
 
     Runs that are there already are gone on with or refused.
     """
@@ -243,30 +241,11 @@ def prepare(options: Options) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{where}: {error.strerror}") from None
-    to_come: set[Path] = set()
     for run in options.all_runs():
-        path = folder / run.name
-        if path.exists() and not options.resume:
+        if (folder / run.name).exists() and not options.resume:
             raise UserError(
                 f"{where}: {run.name} is there already; --resume goes on with it, or choose another"
             )
-        for key in BY_SEED if not has_ended(path) else ():
-            check_source(run, key, to_come)
-        to_come.add(path.resolve())
-
-
-def check_source(run: Run, key: str, to_come: set[Path]) -> None:
-    """Raise UserError where the network is not there, nor `to_come`, that a run begins with."""
-    name = getattr(run.settings, key)
-    path = Path(name)
-    if name in ("", TORCHVISION) or path.resolve() in to_come:
-        return
-    if not (has_ended(path) if path.is_dir() else path.exists()):
-        raise UserError(
-            f"row {run.row.name}, seed {run.settings.seed}: --{key_of(key)} {quote(name, 250)} is "
-            "neither a file nor the folder of a complete run; train it first, or correct the path",
-            UNREADABLE,
-        )
 
 
 def look_at_data(place: Place, options: Options, heartbeat: Heartbeat) -> Data:
