@@ -165,8 +165,8 @@ def machine_of(place: Place, first: Settings) -> dict[str, str]:
     Collective on `world`.
     """
     buffers, _ = resolve_mpi_buffers(place.topology, first.mpi_buffers, place.device)
-    told = {"buffers": f"MPI buffers on the {buffers}"}
-    return place.describe() | (told if place.device.type != "cpu" else {})
+    named = {"buffers": f"MPI buffers on the {buffers}"}
+    return place.describe() | (named if place.device.type != "cpu" else {})
 
 
 def title_of(first: Settings, place: Place, data: Data) -> str:
@@ -318,7 +318,7 @@ def do_run(
     that is `revealed` or about to be. Collective on `world`.
     """
     world, path = place.topology.world, Path(options.folder) / run.name
-    point = {key_of(key): _told(key, value) for key, value in run.point.items()}
+    point = {key_of(key): _json_value(key, value) for key, value in run.point.items()}
     outcome = Outcome(run.row.name, run.settings.seed, run.settings.lr, None, "", point)
     with watched(world, run.settings.timeout) as watchdog:
         heartbeat = watchdog.heartbeat
@@ -361,15 +361,15 @@ def settings_in(path: Path, run: Run) -> Settings:
     settings = replace(run.settings, run_dir=str(path), resume=True)
     if not (path / "config.toml").exists():
         return settings
-    saved, asked = read_saved(str(path))
-    other = first_difference({**saved, **dict.fromkeys(DIGESTS, ""), **asked}, settings)
+    saved, requested = read_saved(str(path))
+    other = first_difference({**saved, **dict.fromkeys(DIGESTS, ""), **requested}, settings)
     if other is not None:
         raise UserError(
             f"{quote(str(path), 250)} is of a run with another {other}; remove it, or choose "
             "another --dir"
         )
     of_job = {n: value for n, value in flat_values(settings).items() if n in OF_THE_JOB}
-    return resumed_by_tokenizer(saved, of_job, asked)
+    return resumed_by_tokenizer(saved, of_job, requested)
 
 
 def read_outcome(path: Path, place: Place, data: Data, outcome: Outcome) -> Outcome:
@@ -397,7 +397,7 @@ def read_outcome(path: Path, place: Place, data: Data, outcome: Outcome) -> Outc
     return replace(outcome, measured=measured)
 
 
-def _told(name: str, value: object) -> float | str:
+def _json_value(name: str, value: object) -> float | str:
     """Return a value of a grid, of the setting `name`, as JSON holds it."""
     if left_open(FIELDS[name], value):
         return "auto"

@@ -192,8 +192,8 @@ def communication(run: Run) -> dict[str, float]:
     for record in read_ranks(run.path):
         for part, taken in record.exchange.items():
             if part in PARTS:
-                seconds[part] += float(np.nan_to_num(taken[record.leads]).mean())
-        handed = float(np.nan_to_num(record.broadcast[record.leads]).mean())
+                seconds[part] += float(np.nan_to_num(taken[record.is_leader]).mean())
+        handed = float(np.nan_to_num(record.broadcast[record.is_leader]).mean())
         seconds["inter"] -= handed
         seconds["broadcast"] += handed
     return seconds

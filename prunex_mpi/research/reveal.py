@@ -25,8 +25,8 @@ from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
 from prunex_mpi.tools.evaluate_network import (
     Network,
-    judge,
-    judge_text,
+    evaluate_images,
+    evaluate_text,
     load_images,
     read_network,
     read_text_for,
@@ -156,10 +156,10 @@ def test_all(
             if key not in texts:
                 texts = {key: read_text_for(place, network, data, heartbeat)}
             samples = data["test_samples"]
-            found = judge_text(place, network, texts[key], samples, BATCH, heartbeat)
+            found = evaluate_text(place, network, texts[key], samples, BATCH, heartbeat)
         else:
             images = images or load_images(place, network, data, heartbeat, mode="auto")
-            found = judge(place, network, images, BATCH, heartbeat)
+            found = evaluate_images(place, network, images, BATCH, heartbeat)
         quality = Quality(found.get("accuracy"), found["loss"])
         log.info("%s: %.4g on the test set", name, quality.shown)
         results[name] = asdict(quality)

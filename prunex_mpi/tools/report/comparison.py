@@ -337,13 +337,13 @@ def message_seconds(run: Run) -> np.ndarray:
 
     Where not every outer iteration has these, as of very many ranks, those of the last one count.
     """
-    told = {
+    known = {
         record.iteration: [float(record.exchange.get(phase, [0.0])[0]) for phase in PHASES]
         for record in read_ranks(run.path)
     }
     found, last = [], [0.0] * len(PHASES)
     for iteration in map(int, run.iterations):
-        last = told.get(iteration, last)
+        last = known.get(iteration, last)
         found.append(last)
     return np.array(found).T
 

@@ -262,16 +262,16 @@ def scale_of(runs: Iterable[Run], axis: str) -> tuple[float, str]:
 
 
 def named_measure(runs: Iterable[Run]) -> str:
-    """Return on which data runs were judged as they went, and by what, in words."""
-    data = " or ".join(sorted({run.judged_on[1] for run in runs}, reverse=True))
+    """Return on which data runs were evaluated as they went, and by what, in words."""
+    data = " or ".join(sorted({run.evaluated_on[1] for run in runs}, reverse=True))
     found = {f"{run.measure.label} {run.measure.short}" for run in runs}
     return f"{data} {' or '.join(sorted(found))}"
 
 
 def draw_measure(panel: "Axes", named: Named, axis: str, first: int = 0) -> None:
-    """Draw what runs are judged by, along an axis of `along`, in looks from the `first` one on."""
+    """Draw the measure of runs along an axis of `along`, in looks from the `first` one on."""
     size, word = scale_of(named.values(), axis)
-    draw(panel, ((name, run.along(axis) / size, run.judged) for name, run in named.items()), first)
+    draw(panel, ((name, run.along(axis) / size, run.quality) for name, run in named.items()), first)
     panel.set_xlabel(word)
     panel.set_ylabel(named_measure(named.values()))
     if axis == "iteration":
@@ -288,24 +288,24 @@ def mark_freeze(panel: "Axes", named: Named, axis: str = "iteration") -> None:
 
 
 def learning(named: Named, axis: str) -> "Figure | None":
-    """Draw the losses, and what runs are judged by, along an axis of `along`."""
+    """Draw the losses, and what runs are evaluated by, along an axis of `along`."""
     runs = list(named.values())
-    judged = any(np.isfinite(run.judged).any() for run in runs)
-    if not judged and not any(run.has("train_loss") for run in runs):
+    evaluated = any(np.isfinite(run.quality).any() for run in runs)
+    if not evaluated and not any(run.has("train_loss") for run in runs):
         return None
-    figure = new_figure(4.8 if judged else 3.2)
-    panels = figure.subplots(1 + judged, 1, sharex=True, squeeze=False)[:, 0]
+    figure = new_figure(4.8 if evaluated else 3.2)
+    panels = figure.subplots(1 + evaluated, 1, sharex=True, squeeze=False)[:, 0]
     size, word = scale_of(runs, axis)
     lines = [(name, r.along(axis) / size, r.column("train_loss")) for name, r in named.items()]
     panels[0].set_ylabel("training loss")
-    if len(runs) == 1 and judged and runs[0].measure is ACCURACY:
-        which, data = runs[0].judged_on
+    if len(runs) == 1 and evaluated and runs[0].measure is ACCURACY:
+        which, data = runs[0].evaluated_on
         lines = [("training", *lines[0][1:]), (data, lines[0][1], runs[0].column(f"{which}_loss"))]
         panels[0].set_ylabel("loss")
     draw(panels[0], lines)
     widen(panels[0], np.concatenate([y for _, _, y in lines]))
-    panels[0].set_xlabel("" if judged else word)
-    if judged:
+    panels[0].set_xlabel("" if evaluated else word)
+    if evaluated:
         draw_measure(panels[1], named, axis, first=len(lines) - len(runs))
     for panel in panels:
         mark_freeze(panel, named, axis)
