@@ -20,8 +20,7 @@ from prunex_mpi.base.record_keys import RESIDUALS
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.config.parser import Parser, program_parser
-from prunex_mpi.config.resolve import BY_NAME, FIELDS, toml_key
-from prunex_mpi.settings.fields import OF_THE_JOB
+from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.report import curves
 from prunex_mpi.tools.report.curves import (
     COLOURS,
@@ -37,6 +36,7 @@ from prunex_mpi.tools.report.curves import (
     plain,
     styled,
 )
+from prunex_mpi.tools.report.page import settings_table
 from prunex_mpi.tools.report.read_runs import (
     Run,
     read_layers,
@@ -75,16 +75,6 @@ PARTS = {
     "project": ("mask agreement", NONE, PHASE_COLOURS["project"]),
     "dual": ("loss and norms", NONE, PHASE_COLOURS["dual"]),
 }
-# What runs of one curve of figure 9 may differ in: what changes no work, how long they are, where
-# their stages lie, and what goes with the number of ranks.
-OF_ONE_CURVE = (
-    *(*OF_THE_JOB, "preset", "seed", "init_from", "init_digest", "teacher_digest"),
-    *("outer_iterations", "local_epochs", "local_steps", "comm_share", "batch_size"),
-    *("lr", "lr_schedule", "lr_scaling", "warmup_ratio", "min_lr_ratio"),
-    *("image_mean", "image_std", "test_samples", "evaluate_every", "warmup_iterations"),
-    *("keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
-    *("dgc_warmup_epochs", "prunetrain_reconfigure_every"),
-)
 # Iterations of a curve of a layer, and how many layers figures 11 and 13 show.
 LAYER_COLUMNS, TOP_LAYERS, PATTERNS = 240, 5, 4
 
@@ -209,8 +199,6 @@ def scaling(named: Named) -> Drawn:
     found: dict[str, list[Run]] = {}
     for run in named.values():
         found.setdefault(scaling_series(run), []).append(run)
-    for name, some in found.items():
-        check_alike(name, some)
     # Of runs with as many ranks the fastest one counts.
     rates = {name: dict(sorted(map(speed_of, some))) for name, some in found.items()}
     series = {name: best for name, best in rates.items() if len(best) > 1}
@@ -239,17 +227,9 @@ def scaling(named: Named) -> Drawn:
     panel.set_ylabel("times as fast")
     add_legend(figure)
     note = "Work per second of training, by the median of the second half of the outer iterations."
-    return Drawn(figure, rows, [note])
-
-
-def check_alike(name: str, runs: Sequence[Run]) -> None:
-    """Raise UserError where the runs of a curve of figure 9 are of other work."""
-    keys = [toml_key(name) for name in FIELDS if name not in OF_ONE_CURVE]
-    if apart := [key for key in keys if len({str(run.setting(key)) for run in runs}) > 1]:
-        raise UserError(
-            f"figure 9: the runs of {name} differ in {enumerated(apart)}; give those that are "
-            "alike in it"
-        )
+    differing = [str(row[0]) for row in settings_table(named).rows]
+    notes = [f"The runs differ in {enumerated(differing)}."] if differing else []
+    return Drawn(figure, rows, [note, *notes])
 
 
 def scaling_series(run: Run) -> str:

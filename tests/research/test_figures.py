@@ -110,29 +110,15 @@ def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
 
 
 def test_scaling_is_measured_over_ranks(tmp_path):
-    runs = [read_run(scaled(tmp_path / str(n), n, 6.0 / n**0.5)) for n in (4, 1)]
+    runs = [read_run(scaled(tmp_path / str(n), n, 6.0 / n**0.5, batch_size=8 * n)) for n in (4, 1)]
     with styled():
         drawn = scaling(named(*runs))
     here, paper = below(drawn)["prunex resnet20 digits by epochs"]
     assert here == "2.00 on 4 times as many ranks (1 to 4), 50 %" and paper.startswith("6.75")
+    # A longer run of another batch is no other method: what differs is named.
+    assert drawn.notes[1] == "The runs differ in batch-size and ranks of each node."
     (panel,) = drawn.figure.axes
     assert panel.lines[0].get_xydata().tolist() == [[1, 1], [4, pytest.approx(2)]]
-
-
-def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path):
-    given = (
-        *((1, {}), (4, {"lr": 0.3, "batch_size": 8, "outer_iterations": 9}), (2, {"seed": 1})),
-        *((4, {"payload": "int4"}), (4, {"train_samples": 100})),
-    )
-    runs = [
-        read_run(scaled(tmp_path / str(number), ranks, 6.0 / ranks, **settings))
-        for number, (ranks, settings) in enumerate(given)
-    ]
-    with styled():
-        ((here, _),) = below(scaling(named(*runs[:3]))).values()
-    assert here.startswith("4.00 on 4 times")
-    with pytest.raises(UserError, match="differ in train-samples and payload; give those"):
-        scaling(named(*runs))
 
 
 def test_runs_whose_work_or_ranks_change_have_no_place_in_scaling(tmp_path):
