@@ -78,8 +78,8 @@ def enumerated(words: Sequence[str]) -> str:
 def meant(word: str, valid: Iterable[str], otherwise: str = "") -> str:
     """Return "; did you mean X?" with the valid word that looks like `word`, else `otherwise`."""
     plain = {_plain(name): name for name in valid}
-    asked = _plain(word)
-    found = difflib.get_close_matches(ELSEWHERE.get(asked, asked), plain, 1, NEAR)
+    written = _plain(word)
+    found = difflib.get_close_matches(ELSEWHERE.get(written, written), plain, 1, NEAR)
     if not found:
         return otherwise
     name = plain[found[0]]

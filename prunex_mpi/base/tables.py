@@ -1,6 +1,6 @@
 """Results as tables: for a person as aligned text, for a program as JSON."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from prunex_mpi.base.errors import printable
 
@@ -49,20 +49,6 @@ def format_cell(cell: Cell) -> str:
             f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.3g}" if cell < 0.1 else f"{cell:.2f}"
         )
     return f"{cell:,}" if isinstance(cell, int) else printable(cell)
-
-
-def with_losses(table: Table, after: str, before: str) -> Table:
-    """Return a table in which the numbers between two columns are losses."""
-    first, end = table.columns.index(after) + 1, table.columns.index(before)
-    rows = [
-        (
-            *row[:first],
-            *(LossCell(cell) if isinstance(cell, float) else cell for cell in row[first:end]),
-            *row[end:],
-        )
-        for row in table.rows
-    ]
-    return replace(table, rows=tuple(rows))
 
 
 def format_lines(rows: list[tuple[str, str]]) -> str:

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from prunex_mpi.base.cores import cores_of, cpu_limit
+from prunex_mpi.base.limits import cores_of, cpu_limit
 
 
 def set_threads(core_sharers: int, host_size: int) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.limits import memory_limit
 from prunex_mpi.base.logs import log
-from prunex_mpi.base.memory import memory_limit
 from prunex_mpi.base.units import GIB
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.decoding import Access, Files, Reader, Streamed, decode_all

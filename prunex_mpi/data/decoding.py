@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.base.cores import cpu_limit
 from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.limits import cpu_limit
 from prunex_mpi.base.logs import log
 
 # Batches that are decoded before they are asked for.

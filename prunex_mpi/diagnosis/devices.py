@@ -65,9 +65,9 @@ def keep_freed_memory() -> bool:
     CPU. What the user has set of the allocator (MALLOC_... or GLIBC_TUNABLES) wins; other libraries
     than glibc are left alone.
     """
-    asked = any(name.startswith("MALLOC_") for name in os.environ)
+    own = any(name.startswith("MALLOC_") for name in os.environ)
     library = ctypes.CDLL(None)
-    if asked or "malloc" in os.environ.get("GLIBC_TUNABLES", "") or not hasattr(library, "mallopt"):
+    if own or "malloc" in os.environ.get("GLIBC_TUNABLES", "") or not hasattr(library, "mallopt"):
         return False
     on_heap = any(library.mallopt(M_MMAP_THRESHOLD, size) for size in (2**30, OLDER_GLIBC_MOST))
     return on_heap and bool(library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1))

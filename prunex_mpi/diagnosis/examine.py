@@ -38,14 +38,13 @@ from prunex_mpi.diagnosis.findings import (
     errors,
     launcher_rank,
 )
-from prunex_mpi.diagnosis.library import check_library
+from prunex_mpi.diagnosis.library import check_agreement, check_thread_level
 from prunex_mpi.diagnosis.probe import TRIALS
 from prunex_mpi.diagnosis.ranks import (
     check_between,
     check_mpi_buffers,
     check_ranks,
     check_shared_folder,
-    goes_through_host,
 )
 
 # Where one process of a job ends with an error, the launcher may end the others.
@@ -83,12 +82,12 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
         hosts = list(dict.fromkeys(fact.host for fact in facts))
         wait_asleep(topology.world)
         if world.rank == 0:
-            staged = goes_through_host(settings.mpi_buffers, device.type, claimed, probed)
             findings = [
                 *findings,
                 *check_time_limit(os.environ, time.time()),
                 *check_ranks(facts, settings.mpi_buffers, settings.ranks_per_node > 0),
-                *check_library(facts, staged),
+                *check_thread_level(facts),
+                *check_agreement(facts),
                 *check_shared_folder(settings.run_dir, problems),
                 *check_mpi_buffers(settings.mpi_buffers, device.type, claimed, probed),
                 *check_between(hosts, probed),

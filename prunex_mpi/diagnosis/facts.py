@@ -14,7 +14,7 @@ import torch
 import mpi4py
 from mpi4py import MPI
 
-from prunex_mpi.base.cores import cores_of, cpu_limit
+from prunex_mpi.base.limits import cores_of, cpu_limit
 from prunex_mpi.base.units import number
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name

@@ -5,7 +5,7 @@ import platform
 import torch
 
 from prunex_mpi import __version__
-from prunex_mpi.base.cores import usable_cores
+from prunex_mpi.base.limits import usable_cores
 
 
 def package_versions() -> dict[str, str]:

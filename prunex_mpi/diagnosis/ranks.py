@@ -282,18 +282,6 @@ def check_between(hosts: Sequence[str], probed: Mapping[str, str] | None) -> lis
     return [Finding("note", "CUDA-aware MPI", reason, remedy)]
 
 
-def goes_through_host(
-    requested: str, kind: str, claimed: bool | None, probed: Mapping[str, str] | None
-) -> bool:
-    """Return whether tensors are known to be on GPUs that MPI reaches through host memory.
-
-    As `check_mpi_buffers`: what was not probed is not known.
-    """
-    if kind == "cpu" or requested == "device":
-        return False
-    return requested == "host" or claimed is False or any((probed or {}).values())
-
-
 def device_buffers_on_cpu() -> Finding:
     """Return what is wrong with device buffers where there is no device."""
     remedy = "give --device cuda, or leave --mpi-buffers away"

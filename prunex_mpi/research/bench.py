@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 ALONE, TOGETHER = ("kernels", "overhead"), ("collectives",)
 # It takes minutes: only for who asks, on any number of ranks.
-ASKED = ("ddp",)
-SECTIONS = (*ALONE, *TOGETHER, *ASKED)
+REQUESTED = ("ddp",)
+SECTIONS = (*ALONE, *TOGETHER, *REQUESTED)
 # They come first, and have flags of their own.
 APART = ("compare", "figure")
 # What fits the number of ranks, beside what is named.
@@ -73,26 +73,26 @@ def parse(argv: Sequence[str]) -> Options:
             raise UserError(f"nothing to measure is called {quote(word)}{guess}")
     for name, least, most in (("steps", 1, 10**6), ("repeat", 1, 10**6), ("threads", 0, 4096)):
         check_range(given, name, least, most)
-    asked = {name: getattr(given, name) for name in USUAL}
-    values = {n: USUAL[n] if text is None else text for n, text in asked.items()}
+    requested = {name: getattr(given, name) for name in USUAL}
+    values = {n: USUAL[n] if text is None else text for n, text in requested.items()}
     given.settings = make(**{name: convert_flag(name, text) for name, text in values.items()})
     if "ddp" in given.what and given.settings.amp == "fp16":
         raise UserError("ddp is measured with amp off or bf16: fp16 needs a scaler beside it")
     return given
 
 
-def choose_sections(asked: Sequence[str], ranks: int) -> tuple[str, ...]:
+def choose_sections(requested: Sequence[str], ranks: int) -> tuple[str, ...]:
     """Return what to measure on `ranks` ranks; raise UserError for what does not fit them."""
-    for section in asked:
+    for section in requested:
         if section in ALONE and ranks > 1:
             raise UserError(
                 f"{section} is measured on one rank, not {ranks}; start it without mpirun"
             )
         if section in TOGETHER and ranks == 1:
             raise UserError(f"{section} needs 2 or more ranks; start it with mpirun or srun")
-    if not asked or ALL in asked:
-        asked = (*asked, *(ALONE if ranks == 1 else TOGETHER))
-    return tuple(section for section in SECTIONS if section in asked)
+    if not requested or ALL in requested:
+        requested = (*requested, *(ALONE if ranks == 1 else TOGETHER))
+    return tuple(section for section in SECTIONS if section in requested)
 
 
 def run_sections(world: "MPI.Comm", options: Options, heartbeat: "Heartbeat") -> int:

@@ -23,7 +23,6 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import (
     FAILURE,
     PREEMPTED,
-    UNREADABLE,
     Diverged,
     UserError,
     quote,
@@ -55,7 +54,16 @@ from prunex_mpi.diagnosis.devices import resolve_mpi_buffers
 from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.research.outcomes import (
+from prunex_mpi.research.plan import OWN_LENGTH, Options, Row, Run
+from prunex_mpi.research.reveal import read_reveal, reveal, tested
+from prunex_mpi.run import job
+from prunex_mpi.run.directory import COMPLETE, new_folder, read_summary
+from prunex_mpi.run.problem import load_dataset, make_model
+from prunex_mpi.run.program import watched
+from prunex_mpi.run.start import Place, check_launched_together, take_places
+from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
+from prunex_mpi.settings.values import left_open
+from prunex_mpi.tools.report.comparison import (
     Comparison,
     Outcome,
     Tuning,
@@ -63,17 +71,7 @@ from prunex_mpi.research.outcomes import (
     outcome_from,
     read_measured,
 )
-from prunex_mpi.research.plan import BY_SEED, OWN_LENGTH, Options, Row, Run
-from prunex_mpi.research.reveal import read_reveal, reveal, tested
-from prunex_mpi.research.tables import tables_of
-from prunex_mpi.run import job
-from prunex_mpi.run.directory import COMPLETE, new_folder, read_summary
-from prunex_mpi.run.pretrained import TORCHVISION
-from prunex_mpi.run.problem import load_dataset, make_model
-from prunex_mpi.run.program import watched
-from prunex_mpi.run.start import Place, check_launched_together, take_places
-from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
-from prunex_mpi.settings.values import left_open
+from prunex_mpi.tools.report.comparison_tables import tables_of
 from prunex_mpi.tools.report.read_runs import how_it_ended
 
 # Of the weights that a run begins with and learns from; a run fills them in.
@@ -112,7 +110,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
 
 def show(options: Options, found: Comparison) -> None:
     """Print and write; raise UserError."""
-    tables = tables_of(found, options.targets)
+    tables = tables_of(found)
     # First of all: who reads the text through a pipe may close it.
     if options.json_file:
         whole = as_json(dict(found.machine), tables) | {"comparison": asdict(found)}
@@ -157,6 +155,7 @@ def run_all(world: MPI.Comm, options: Options, received: ReceivedSignal) -> Comp
             plan=options.plan,
             protocol={**protocol, "validation": first.val_split},
             revealed=revealed.get("at", ""),
+            targets=options.targets,
         )
 
 
@@ -166,8 +165,8 @@ def machine_of(place: Place, first: Settings) -> dict[str, str]:
     Collective on `world`.
     """
     buffers, _ = resolve_mpi_buffers(place.topology, first.mpi_buffers, place.device)
-    told = {"buffers": f"MPI buffers on the {buffers}"}
-    return place.describe() | (told if place.device.type != "cpu" else {})
+    named = {"buffers": f"MPI buffers on the {buffers}"}
+    return place.describe() | (named if place.device.type != "cpu" else {})
 
 
 def title_of(first: Settings, place: Place, data: Data) -> str:
@@ -232,7 +231,7 @@ def has_ended(path: Path) -> bool:
 
 
 def prepare(options: Options) -> None:
-    """Raise UserError unless all can be written that --json and --dir name, and read that runs do.
+    """Raise UserError unless all can be written that --json and --dir name.
 
     Runs that are there already are gone on with or refused.
     """
@@ -242,30 +241,11 @@ def prepare(options: Options) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{where}: {error.strerror}") from None
-    to_come: set[Path] = set()
     for run in options.all_runs():
-        path = folder / run.name
-        if path.exists() and not options.resume:
+        if (folder / run.name).exists() and not options.resume:
             raise UserError(
                 f"{where}: {run.name} is there already; --resume goes on with it, or choose another"
             )
-        for key in BY_SEED if not has_ended(path) else ():
-            check_source(run, key, to_come)
-        to_come.add(path.resolve())
-
-
-def check_source(run: Run, key: str, to_come: set[Path]) -> None:
-    """Raise UserError where the network is not there, nor `to_come`, that a run begins with."""
-    name = getattr(run.settings, key)
-    path = Path(name)
-    if name in ("", TORCHVISION) or path.resolve() in to_come:
-        return
-    if not (has_ended(path) if path.is_dir() else path.exists()):
-        raise UserError(
-            f"row {run.row.name}, seed {run.settings.seed}: --{key_of(key)} {quote(name, 250)} is "
-            "neither a file nor the folder of a complete run; train it first, or correct the path",
-            UNREADABLE,
-        )
 
 
 def look_at_data(place: Place, options: Options, heartbeat: Heartbeat) -> Data:
@@ -338,7 +318,7 @@ def do_run(
     that is `revealed` or about to be. Collective on `world`.
     """
     world, path = place.topology.world, Path(options.folder) / run.name
-    point = {key_of(key): _told(key, value) for key, value in run.point.items()}
+    point = {key_of(key): _json_value(key, value) for key, value in run.point.items()}
     outcome = Outcome(run.row.name, run.settings.seed, run.settings.lr, None, "", point)
     with watched(world, run.settings.timeout) as watchdog:
         heartbeat = watchdog.heartbeat
@@ -381,15 +361,15 @@ def settings_in(path: Path, run: Run) -> Settings:
     settings = replace(run.settings, run_dir=str(path), resume=True)
     if not (path / "config.toml").exists():
         return settings
-    saved, asked = read_saved(str(path))
-    other = first_difference({**saved, **dict.fromkeys(DIGESTS, ""), **asked}, settings)
+    saved, requested = read_saved(str(path))
+    other = first_difference({**saved, **dict.fromkeys(DIGESTS, ""), **requested}, settings)
     if other is not None:
         raise UserError(
             f"{quote(str(path), 250)} is of a run with another {other}; remove it, or choose "
             "another --dir"
         )
     of_job = {n: value for n, value in flat_values(settings).items() if n in OF_THE_JOB}
-    return resumed_by_tokenizer(saved, of_job, asked)
+    return resumed_by_tokenizer(saved, of_job, requested)
 
 
 def read_outcome(path: Path, place: Place, data: Data, outcome: Outcome) -> Outcome:
@@ -417,7 +397,7 @@ def read_outcome(path: Path, place: Place, data: Data, outcome: Outcome) -> Outc
     return replace(outcome, measured=measured)
 
 
-def _told(name: str, value: object) -> float | str:
+def _json_value(name: str, value: object) -> float | str:
     """Return a value of a grid, of the setting `name`, as JSON holds it."""
     if left_open(FIELDS[name], value):
         return "auto"

@@ -1,28 +1,26 @@
 """The paper's figures from runs: `python -m prunex_mpi.bench figure`, its values beside ours.
 
 How communication time is split (8), strong scaling (9), residuals of each rank and layer (10, 11),
-accuracy against the keep ratio (12), patterns of zeros (13). What figures 5 to 7 show, accuracy
-over time and bytes, bytes and synchronisation, is on the page of `report`.
+patterns of zeros (13). What figures 5 to 7 and 12 show, accuracy over time, bytes and the
+parameters that are left, bytes and synchronisation, is on the page of `report`.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, enumerated, quote
 from prunex_mpi.base.files import RANKS, STATE
-from prunex_mpi.base.record_keys import ACCURACY, RESIDUALS
+from prunex_mpi.base.record_keys import RESIDUALS
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.config.parser import Parser, program_parser
-from prunex_mpi.config.resolve import BY_NAME, FIELDS, toml_key
-from prunex_mpi.settings.fields import OF_THE_JOB
+from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.report import curves
 from prunex_mpi.tools.report.curves import (
     COLOURS,
@@ -32,14 +30,13 @@ from prunex_mpi.tools.report.curves import (
     RESIDUAL_WORDS,
     Named,
     add_legend,
-    along,
     look_of,
     new_figure,
     new_panel,
     plain,
     styled,
 )
-from prunex_mpi.tools.report.page import unequal
+from prunex_mpi.tools.report.page import settings_table
 from prunex_mpi.tools.report.read_runs import (
     Run,
     read_layers,
@@ -58,7 +55,6 @@ FIGURES = {
     "9": "strong scaling",
     "10": "residuals of each rank",
     "11": "residuals of each layer",
-    "12": "accuracy against the keep ratio",
     "13": "sparsity patterns of layers",
 }
 NONE = "-"
@@ -68,7 +64,6 @@ SPEEDUPS = {
     "dense": "5.81, 72.7 %",
     "topk": "3.71",
 }
-RATIOS = {1.0: "85.96 %", 0.5: "81.39 % in the text, 82.8 % in the caption"}
 DECAY = "from 1e0 to 1e-2"
 # Of the time of communication: words, the paper's shares and colours, by phase; the broadcast is
 # phase 4's.
@@ -79,19 +74,6 @@ PARTS = {
     "local": ("agreement in the local steps", NONE, PHASE_COLOURS["local"]),
     "project": ("mask agreement", NONE, PHASE_COLOURS["project"]),
     "dual": ("loss and norms", NONE, PHASE_COLOURS["dual"]),
-}
-# What runs of one curve may differ in: what changes no work, and in figure 9 how long they are,
-# where their stages lie, and what goes with the number of ranks.
-OF_ANY_CURVE = (*OF_THE_JOB, "preset", "seed", "init_from", "init_digest", "teacher_digest")
-OF_ONE_CURVE = {
-    "9": (
-        *("outer_iterations", "local_epochs", "local_steps", "comm_share", "batch_size"),
-        *("lr", "lr_schedule", "lr_scaling", "warmup_ratio", "min_lr_ratio"),
-        *("image_mean", "image_std", "test_samples", "evaluate_every", "warmup_iterations"),
-        *("keep_ramp_iterations", "freeze_iteration", "one_shot_prune_iteration"),
-        *("dgc_warmup_epochs", "prunetrain_reconfigure_every"),
-    ),
-    "12": ("keep_ratio", "teacher"),
 }
 # Iterations of a curve of a layer, and how many layers figures 11 and 13 show.
 LAYER_COLUMNS, TOP_LAYERS, PATTERNS = 240, 5, 4
@@ -139,7 +121,7 @@ def figure(options: argparse.Namespace) -> None:
     number = options.number
     if number in OF_ONE_RUN and len(options.runs) > 1:
         raise UserError(f"figure {number} is of one run; give one")
-    if len(options.runs) > MOST_CURVES and number not in ("9", "12"):
+    if len(options.runs) > MOST_CURVES and number != "9":
         raise UserError(f"at most {MOST_CURVES} runs can be told apart; give fewer")
     runs = read_runs(options.runs)
     with styled():
@@ -168,11 +150,6 @@ def lacking(number: str, run: Run, what: str) -> UserError:
     """Return the error of a run that lacks what a figure needs."""
     where = quote(shown(run.path), 250)
     return UserError(f"figure {number} needs {what}, which {where} does not have", UNREADABLE)
-
-
-def as_in_the_paper(run: Run) -> bool:
-    """Return whether a run prunes as the paper's main configuration does: input channels."""
-    return run.setting("method") == "prunex" and run.setting("groups") == ["channel"]
 
 
 def split(named: Named) -> Drawn:
@@ -205,38 +182,23 @@ def communication(run: Run) -> dict[str, float]:
     for record in read_ranks(run.path):
         for part, taken in record.exchange.items():
             if part in PARTS:
-                seconds[part] += float(np.nan_to_num(taken[record.leads]).mean())
-        handed = float(np.nan_to_num(record.broadcast[record.leads]).mean())
+                seconds[part] += float(np.nan_to_num(taken[record.is_leader]).mean())
+        handed = float(np.nan_to_num(record.broadcast[record.is_leader]).mean())
         seconds["inter"] -= handed
         seconds["broadcast"] += handed
     return seconds
 
 
 # --------------------------------------------------------------------------------------------------
-# Over settings
+# Scaling
 # --------------------------------------------------------------------------------------------------
-
-
-def grouped(number: str, named: Named, series: Callable[[Run], str]) -> dict[str, list[Run]]:
-    """Return the runs of each curve by its name; raise UserError where they are of other work."""
-    found: dict[str, list[Run]] = {}
-    for run in named.values():
-        found.setdefault(series(run), []).append(run)
-    free = (*OF_ANY_CURVE, *OF_ONE_CURVE[number])
-    keys = [toml_key(name) for name in FIELDS if name not in free]
-    for name, some in found.items():
-        apart = [key for key in keys if len({str(run.setting(key)) for run in some}) > 1]
-        if apart:
-            raise UserError(
-                f"figure {number}: the runs of {name} differ in {enumerated(apart)}; give those "
-                "that are alike in it"
-            )
-    return found
 
 
 def scaling(named: Named) -> Drawn:
     """Draw figure 9 from runs with different numbers of ranks."""
-    found = grouped("9", named, scaling_series)
+    found: dict[str, list[Run]] = {}
+    for run in named.values():
+        found.setdefault(scaling_series(run), []).append(run)
     # Of runs with as many ranks the fastest one counts.
     rates = {name: dict(sorted(map(speed_of, some))) for name, some in found.items()}
     series = {name: best for name, best in rates.items() if len(best) > 1}
@@ -265,7 +227,9 @@ def scaling(named: Named) -> Drawn:
     panel.set_ylabel("times as fast")
     add_legend(figure)
     note = "Work per second of training, by the median of the second half of the outer iterations."
-    return Drawn(figure, rows, [note])
+    differing = [str(row[0]) for row in settings_table(named).rows]
+    notes = [f"The runs differ in {enumerated(differing)}."] if differing else []
+    return Drawn(figure, rows, [note, *notes])
 
 
 def scaling_series(run: Run) -> str:
@@ -296,64 +260,11 @@ def speed_of(run: Run) -> tuple[int, float]:
         work = float(samples or Fraction(str(run.setting("local-epochs"))))
     except (TypeError, ValueError, ZeroDivisionError):
         raise lacking("9", run, "local-epochs or local-steps in its config.toml") from None
-    seconds = np.diff(along(run, "seconds"), prepend=0.0)
+    seconds = np.diff(run.along("seconds"), prepend=0.0)
     typical = float(np.median(seconds[len(seconds) // 2 :]))
     if not ranks or not typical:
         raise lacking("9", run, f"{RANKS}, or seconds")
     return ranks, work / typical
-
-
-def ratios(named: Named) -> Drawn:
-    """Draw figure 12 from runs with different keep ratios."""
-    for run in named.values():
-        if run.measure is not ACCURACY or np.isnan(run.final):
-            raise lacking("12", run, "an accuracy")
-        if not run.complete:
-            raise lacking("12", run, "an end: it is not complete")
-    found: dict[str, dict[float, list[Run]]] = {}
-    for name, some in grouped("12", named, ratio_series).items():
-        for run in some:
-            found.setdefault(name, {}).setdefault(ratio_of(run), []).append(run)
-    if len({ratio for series in found.values() for ratio in series}) < 2:
-        raise UserError("figure 12 needs runs with two or more keep ratios (--keep-ratio)")
-    figure, panel = new_panel(3.6)
-    rows = []
-    for number, (name, series) in enumerate(found.items()):
-        reached = {x: [run.final for run in series[x]] for x in sorted(series)}
-        spread = {x: stdev(some) if len(some) > 1 else 0.0 for x, some in reached.items()}
-        means, bars = [*map(mean, reached.values())], [*spread.values()]
-        look = {**look_of(number), "label": plain(name)}
-        panel.errorbar([*reached], means, yerr=bars, capsize=3, **look)
-        for x, some in reached.items():
-            many = f"{len(some)} run{'s' if len(some) > 1 else ''}"
-            apart = f" ± {spread[x]:.2f}" if len(some) > 1 else ""
-            # Of its own method, on input channels, and of the network that is not pruned.
-            known = as_in_the_paper(series[x][0]) or (x == 1 and name.startswith("dense"))
-            here = f"{mean(some):.2f}{apart} % ({many})"
-            rows.append((f"{name}, keep {x:g}", here, RATIOS.get(x, NONE) if known else NONE))
-    panel.set_xlim(0, 1.05)
-    panel.set_xlabel("keep ratio")
-    data = " or ".join(sorted({run.final_on for run in named.values()}, reverse=True))
-    panel.set_ylabel(f"{data} accuracy % at the end")
-    add_legend(figure)
-    note = "Bars: standard deviation over seeds."
-    return Drawn(figure, rows, [note, *unequal([*named.values()])])
-
-
-def ratio_of(run: Run) -> float:
-    """Return the keep ratio of a run, 1 where it prunes nothing."""
-    method = BY_NAME[str(run.setting("method"))]
-    if method.removes:
-        raise lacking("12", run, f"a keep ratio: {run.setting('method')} has none")
-    return float(np.prod(run.setting("keep-ratio", 1.0))) if method.keeps_a_share else 1.0
-
-
-def ratio_series(run: Run) -> str:
-    """Return what runs of one curve have in common."""
-    method, counted = str(run.setting("method")), str(run.setting("keep-by", "groups"))
-    if not BY_NAME[method].keeps_a_share:
-        return method
-    return f"{method}, {' '.join(run.setting('groups', ()))}, share of {counted}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -456,9 +367,5 @@ def read_weights(run: Run) -> dict[str, np.ndarray]:
     return {names[i]: pruned[names[i]] for i in spread_out(np.arange(len(names)), PATTERNS)}
 
 
-OF_RUNS = {
-    "8": split,
-    "9": scaling,
-    "12": ratios,
-}
+OF_RUNS = {"8": split, "9": scaling}
 OF_ONE_RUN = {"10": of_ranks, "11": of_layers, "13": patterns}

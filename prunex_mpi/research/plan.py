@@ -234,7 +234,7 @@ def parse(argv: Sequence[str]) -> Options:
     folder, json_file = given.pop("dir", ""), given.pop("json", "")
     reveal, resume = given.pop("reveal", False), given.pop("resume", False)
     targets = tuple(_target(text) for text in given.pop("target", ()))
-    methods, path, asked = (given.pop(name, None) for name in ("methods", "plan", "seeds"))
+    methods, path, seeds = (given.pop(name, None) for name in ("methods", "plan", "seeds"))
     if (methods is None) == (path is None):
         raise UserError(f"give either --methods, some of {', '.join(BY_NAME)}, or --plan")
     planned, protocol = {}, Protocol()
@@ -252,13 +252,13 @@ def parse(argv: Sequence[str]) -> Options:
     flags = {name: convert_flag(name, text) for name, text in given.items()}
     changing = {name: str(value) for name, value in flags.items() if name not in OF_THE_JOB}
     # Whatever the order of the plan's tables is.
-    told = json.dumps([table, changing, "1"], sort_keys=True, default=str)
+    text = json.dumps([table, changing, "1"], sort_keys=True, default=str)
     options = Options(
         rows=rows,
-        seeds=_seeds(asked, protocol),
+        seeds=_seeds(seeds, protocol),
         common={"val_split": VAL_SPLIT, **planned, **flags},
         protocol=protocol,
-        plan=hashlib.sha256(told.encode()).hexdigest()[:DIGITS],
+        plan=hashlib.sha256(text.encode()).hexdigest()[:DIGITS],
         reveal=reveal,
         targets=targets,
         folder=folder,
@@ -267,7 +267,7 @@ def parse(argv: Sequence[str]) -> Options:
     )
     if options.resume and not folder:
         raise UserError(f"--{'reveal' if reveal else 'resume'} is for the runs of --dir; give it")
-    if reveal and (asked is not None or "protocol" not in table):
+    if reveal and (seeds is not None or "protocol" not in table):
         raise UserError("--reveal is for all seeds of a --plan with [protocol]; leave --seeds away")
     _check_imports(replace(options, common=planned), argv)
     _check_used([*planned, *flags], rows)
@@ -275,11 +275,11 @@ def parse(argv: Sequence[str]) -> Options:
     return options
 
 
-def _seeds(asked: Sequence[str] | None, protocol: Protocol) -> tuple[int, ...]:
+def _seeds(words: Sequence[str] | None, protocol: Protocol) -> tuple[int, ...]:
     """Return the seeds of this job: all of the plan's, or some of them."""
-    if asked is None:
+    if words is None:
         return protocol.seeds
-    seeds = tuple(_seed("--seeds", word) for word in asked)
+    seeds = tuple(_seed("--seeds", word) for word in words)
     refuse_repeated("--seeds", seeds)
     if protocol.tune_seed in seeds:
         raise UserError(f"--seeds: {protocol.tune_seed} is the plan's tune-seed; choose others")

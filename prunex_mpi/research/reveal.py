@@ -19,20 +19,20 @@ from prunex_mpi.base.files import read_text, telling_disk_errors, write_json_dur
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_json, run_collectively, run_on_first
-from prunex_mpi.research.outcomes import Outcome, Quality
 from prunex_mpi.research.plan import Options
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
 from prunex_mpi.settings.fields import TEXT
 from prunex_mpi.tools.evaluate_network import (
     Network,
-    judge,
-    judge_text,
+    evaluate_images,
+    evaluate_text,
     load_images,
     read_network,
     read_text_for,
 )
 from prunex_mpi.tools.evaluate_options import BATCH
+from prunex_mpi.tools.report.comparison import Outcome, Quality
 
 REVEAL = "reveal.json"
 
@@ -156,10 +156,10 @@ def test_all(
             if key not in texts:
                 texts = {key: read_text_for(place, network, data, heartbeat)}
             samples = data["test_samples"]
-            found = judge_text(place, network, texts[key], samples, BATCH, heartbeat)
+            found = evaluate_text(place, network, texts[key], samples, BATCH, heartbeat)
         else:
             images = images or load_images(place, network, data, heartbeat, mode="auto")
-            found = judge(place, network, images, BATCH, heartbeat)
+            found = evaluate_images(place, network, images, BATCH, heartbeat)
         quality = Quality(found.get("accuracy"), found["loss"])
         log.info("%s: %.4g on the test set", name, quality.shown)
         results[name] = asdict(quality)

@@ -82,11 +82,11 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
             own = data["data_dir"] == network.data.get("data_dir")
             whole = not (own or text.told) and network.digest not in ("", text.digest)
             around = data["test_samples"], options.batch_size, heartbeat
-            found = judge_text(place, network, text, *around, whole)
+            found = evaluate_text(place, network, text, *around, whole)
             words = describe_text(found, options)
         else:
             with closing(load_images(place, network, data, heartbeat)) as dataset:
-                found = judge(place, network, dataset, options.batch_size, heartbeat)
+                found = evaluate_images(place, network, dataset, options.batch_size, heartbeat)
             words = describe(found, options)
 
     def tell() -> None:
@@ -126,7 +126,7 @@ def load_images(
     return dataset
 
 
-def judge(
+def evaluate_images(
     place: Place, network: Network, dataset: Dataset, batch: int, heartbeat: Heartbeat
 ) -> dict[str, Any]:
     """Return how good `network` is on the test images of all ranks. Collective on `world`.
@@ -298,12 +298,12 @@ def describe(found: dict[str, Any], options: Options) -> str:
         ("cross-entropy", f"{found['loss']:.4f}"),
         ("accuracy", f"{100 * found['accuracy']:.2f} %"),
     ]
-    judged = [one for one in found["classes"] if one["images"]]
-    shown = sorted(judged, key=lambda one: one["accuracy"])[: options.classes]
+    known = [one for one in found["classes"] if one["images"]]
+    shown = sorted(known, key=lambda one: one["accuracy"])[: options.classes]
     if not shown:
         return format_lines(lines)
     rows = tuple((c["class"], c["images"], 100 * c["accuracy"], c["loss"]) for c in shown)
-    title = "Classes" if len(shown) == len(judged) else f"Lowest {len(shown)} of {len(judged)}"
+    title = "Classes" if len(shown) == len(known) else f"Lowest {len(shown)} of {len(known)}"
     columns = ("class", "images", "accuracy %", "cross-entropy")
     table = Table(f"{title}, by accuracy", columns, rows)
     return f"{format_lines(lines)}\n\n{format_table(table)}"
@@ -349,7 +349,7 @@ def read_text_for(
     return text
 
 
-def judge_text(
+def evaluate_text(
     place: Place,
     network: Network,
     text: Text,
@@ -378,8 +378,8 @@ def judge_text(
     sum_alike_(world, sums)
     bytes_per_token = text.length / len(text.tokens) if whole else text.bytes_per_token
     reached_there = next_token(context, bytes_per_token).outcome(float(sums[0] / sums[1]), 0.0)
-    told = {"text": text.found.removeprefix("text: "), "tokens_of_text": len(text.tokens)}
-    return {**told, "tokens": int(sums[1]), **reached_there}
+    about = {"text": text.found.removeprefix("text: "), "tokens_of_text": len(text.tokens)}
+    return {**about, "tokens": int(sums[1]), **reached_there}
 
 
 def whole_windows(text: Text, context: int, most: int) -> Windows:

@@ -84,8 +84,8 @@ def parse(argv: Sequence[str]) -> Options:
     given = build_parser().parse_all(argv)
     check_range(given, "classes", 0, MAX_COUNT)
     check_range(given, "batch_size", 1, MAX_COUNT)
-    asked = ["dataset"] if given.dataset else []
-    asked += ["test_samples"] if given.test_samples is not None else []
-    for name in (*asked, "device", "timeout"):
+    requested = ["dataset"] if given.dataset else []
+    requested += ["test_samples"] if given.test_samples is not None else []
+    for name in (*requested, "device", "timeout"):
         setattr(given, name, convert_flag(name, getattr(given, name)))
     return given

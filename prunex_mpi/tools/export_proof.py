@@ -174,8 +174,10 @@ def compare(
     sizes: tuple[int, int],
     devices: list[torch.device],
     repeat: int,
-) -> Table:
+) -> tuple[Table, list[float]]:
     """Return what two networks take, by their names; leaves them on the last device.
+
+    And the seconds of the last measurement for each of them, [] where there is none.
 
     Times are medians of `repeat` turns, the two in turns; 0 measures none. `images` are normalised
     and on the CPU, of any number; `sizes` are bytes of files.
@@ -187,24 +189,24 @@ def compare(
         (f"multiply-adds per {inputs.unit}", *counted),
         ("MiB of the file", *(size / MIB for size in sizes)),
     ]
+    seconds: list[float] = []
     rows: list[tuple[Cell, ...]] = [(*row, row[1] / row[2]) for row in found]
     # Whole windows of text have as many outputs as they have tokens.
     most = rows_at_once(inputs.predictions, inputs.classes)
     for device in devices if repeat else ():
         for size in sorted({min(size, most) for size in BATCHES}):
             batch = images[torch.arange(size) % len(images)].to(device)
-            before, after = _seconds(larger.to(device), smaller.to(device), batch, repeat)
+            seconds = _seconds(larger.to(device), smaller.to(device), batch, repeat)
+            before, after = seconds
             name = f"{device.type}, batch {size}:"
             rows.append((f"{name} ms", 1e3 * before, 1e3 * after, before / after))
             many, what = size * inputs.predictions, f"{name} {inputs.counted}s/s"
             rows.append((what, many / before, many / after, before / after))
-    return Table("Full size, and smaller", ("", *networks, "times"), tuple(rows))
+    return Table("Full size, and smaller", ("", *networks, "times"), tuple(rows)), seconds
 
 
 @torch.no_grad()
-def _seconds(
-    larger: nn.Module, smaller: nn.Module, batch: Tensor, repeat: int
-) -> tuple[float, float]:
+def _seconds(larger: nn.Module, smaller: nn.Module, batch: Tensor, repeat: int) -> list[float]:
     """Return the median seconds of a batch for each network, taken in turns."""
 
     def repeated(model: nn.Module) -> tuple[Callable[[], None], int]:
@@ -225,4 +227,4 @@ def _seconds(
     actions = {"larger": Action(run_larger), "smaller": Action(run_smaller)}
     times = wall_times(actions, repeat, batch.device, Heartbeat())
     larger_s, smaller_s = (float(np.median(taken)) for taken in times.values())
-    return larger_s / larger_calls, smaller_s / smaller_calls
+    return [larger_s / larger_calls, smaller_s / smaller_calls]

@@ -21,7 +21,6 @@ from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import Look, evaluation_batches, part_of
 from prunex_mpi.data.text import Windows, window_batches
-from prunex_mpi.data.text_files import Tokenizer, decode
 from prunex_mpi.diagnosis.machine import describe_machine, package_versions
 from prunex_mpi.models import gpt, slim, standalone
 from prunex_mpi.models import inputs as inputs_file
@@ -46,7 +45,6 @@ OUR_IMPORTS = re.compile(
 )
 # What a summary says of how good the network is, of classes or of tokens.
 QUALITY = ("test_accuracy", "test_perplexity")
-SAMPLED_TOKENS = 200
 # Of the largest output: another program in another order. Another network differs far more.
 TOLERANCE = 1e-4
 
@@ -89,7 +87,7 @@ def export(options: Namespace) -> None:
         if run.tokenizer is not None and run.tokenizer.digest:
             shutil.copyfile(run.tokenizer.name, folder / TOKENIZER)
         smaller = standalone.load(folder)
-        write_json_durably(folder / standalone.PLAN, {**written, "probe": probe(smaller, inputs)})
+        written["probe"] = probe(smaller, inputs)
         proof = prove(run.model, smaller, batches_of(BATCH), inputs.counted)
         run.check_readable()
         # What became smaller in training may have nothing left to take out.
@@ -102,7 +100,10 @@ def export(options: Namespace) -> None:
         name, larger, size = full_size(run)
         sizes = (size, (folder / standalone.MODEL).stat().st_size)
         networks = {name: larger, "smaller": smaller}
-        table = compare(networks, inputs, images, sizes, devices, options.repeat)
+        table, seconds = compare(networks, inputs, images, sizes, devices, options.repeat)
+        # Of full size, and smaller; comparisons read them.
+        written |= {"forward_s": seconds} if seconds else {}
+        write_json_durably(folder / standalone.PLAN, written)
 
     for line in plan["stays"]:
         print(f"stays: {line}")
@@ -113,8 +114,6 @@ def export(options: Namespace) -> None:
     print(f"removed: {gone:,} of {coupling.total:,} groups of channels")
     print("\n".join(lines))
     print(f"\n{describe_machine(devices[-1])}\n{format_table(table)}")
-    if run.tokenizer is not None:
-        print(f"\n{sample_text(smaller, run.tokenizer, images)}")
     if dropped:
         print(f"\ngone: {listed(dropped)} of the export before; give its flag to have it again")
     print(f"\nwritten to {options.run / EXPORTED}", flush=True)
@@ -146,25 +145,6 @@ def test_of(run: FinishedRun, most: int) -> Callable[[int], Iterator[tuple[Tenso
     chosen = part_of(run.test, slice(count))
     look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
     return lambda size: evaluation_batches(chosen, batch_size=size, look=look)
-
-
-@torch.no_grad()
-def sample_text(model: nn.Module, tokenizer: Tokenizer, windows: Tensor) -> str:
-    """Return how a model goes on after the first window, a token at a time, drawn by a fixed seed.
-
-    `windows` are int64 [n, context], n > 0, on the CPU, where the model is left. It reads whole
-    windows alone, of which the end is shown.
-    """
-    model.cpu()
-    context = windows.shape[1]
-    tokens, generator = windows[:1], torch.Generator().manual_seed(0)
-    for _ in range(SAMPLED_TOKENS):
-        chances = torch.softmax(model(tokens[:, -context:])[:, -1].float(), dim=-1)
-        tokens = torch.cat((tokens, torch.multinomial(chances, 1, generator=generator)), dim=1)
-    begun, drawn = (
-        decode(tokenizer, part.tolist()) for part in (tokens[0, :context], tokens[0, context:])
-    )
-    return f"After the test text\n{begun[-SAMPLED_TOKENS:]}\nthe smaller network writes\n{drawn}"
 
 
 def full_size(run: FinishedRun) -> tuple[str, nn.Module, int]:

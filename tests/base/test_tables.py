@@ -2,7 +2,7 @@
 
 import json
 
-from prunex_mpi.base.tables import Table, as_json, format_lines, format_table, with_losses
+from prunex_mpi.base.tables import LossCell, Table, as_json, format_lines, format_table
 
 
 def test_tables_align_and_survive_json():
@@ -20,8 +20,9 @@ def test_tables_align_and_survive_json():
 
 
 def test_losses_have_three_decimals_and_stand_on_the_right():
-    rows = (("a", 0.2, 2.0204, 7.0), ("b", 0.2, None, 7.0), ("c", 0.2, 12.5, 7.0))
-    table = with_losses(Table("t", ("row", "lr", "loss", "epochs"), rows), "lr", "epochs")
+    losses = (("a", LossCell(2.0204)), ("b", None), ("c", LossCell(12.5)))
+    rows = tuple((name, 0.2, loss, 7.0) for name, loss in losses)
+    table = Table("t", ("row", "lr", "loss", "epochs"), rows)
     assert format_table(table).splitlines()[1:] == [
         "  row    lr    loss  epochs",
         "  a    0.20   2.020    7.00",

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -265,25 +264,22 @@ def test_a_job_of_slurm_that_is_over_fails():
 
 
 @pytest.mark.parametrize(
-    ("requested", "kind", "claimed", "probed", "severities", "through_host"),
+    ("requested", "kind", "claimed", "probed", "severities"),
     [
-        ("auto", "cpu", None, None, ["note"], False),
-        ("host", "cpu", None, None, ["note"], False),
-        ("device", "cpu", None, None, ["error"], False),
-        ("host", "cuda", True, None, ["ok"], True),
-        ("auto", "cuda", True, None, ["note"], False),
-        ("auto", "cuda", False, None, ["note"], True),
-        ("device", "cuda", False, None, ["error"], False),
-        ("auto", "cuda", None, PASSED, ["ok", "ok"], False),
-        ("auto", "cuda", True, CRASHED, ["ok", "note"], True),
+        ("auto", "cpu", None, None, ["note"]),
+        ("host", "cpu", None, None, ["note"]),
+        ("device", "cpu", None, None, ["error"]),
+        ("host", "cuda", True, None, ["ok"]),
+        ("auto", "cuda", True, None, ["note"]),
+        ("auto", "cuda", False, None, ["note"]),
+        ("device", "cuda", False, None, ["error"]),
+        ("auto", "cuda", None, PASSED, ["ok", "ok"]),
+        ("auto", "cuda", True, CRASHED, ["ok", "note"]),
         # The user's word overrides the probe, and training takes it.
-        ("device", "cuda", True, CRASHED, ["ok", "warning"], False),
+        ("device", "cuda", True, CRASHED, ["ok", "warning"]),
     ],
 )
-def test_buffers_are_what_the_probe_says(
-    requested, kind, claimed, probed, severities, through_host
-):
-    assert findings_ranks.goes_through_host(requested, kind, claimed, probed) == through_host
+def test_buffers_are_what_the_probe_says(requested, kind, claimed, probed, severities):
     found = findings_ranks.check_mpi_buffers(requested, kind, claimed, probed)
     assert [f.severity for f in found] == severities
     if kind == "cuda":
@@ -303,11 +299,7 @@ def test_what_was_not_tried_between_hosts_is_said():
 
 
 OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH 5.0.2"
-INTEL, CRAY = "Intel(R) MPI Library 2021.14 for Linux* OS", "MPI VERSION : CRAY MPICH version 9"
-# Two machines of one rank, two of four, one of four.
-PAIR = [replace(JOB[0]), replace(JOB[2], rank=1)]
-EIGHT = [replace(RANK, rank=i, host=("alpha", "beta")[i // 4], node=i // 4) for i in range(8)]
-ALONE = [replace(RANK, rank=i) for i in range(4)]
+CRAY = "MPI VERSION : CRAY MPICH version 9"
 
 
 @pytest.mark.parametrize(
@@ -329,105 +321,6 @@ def test_overlap_needs_an_mpi_for_several_threads(library, settings, remedy):
     assert found.remedy.startswith(remedy)
 
 
-def told(
-    check: Callable[..., list[Finding]],
-    severity: str | None,
-    silent: dict[str, str],
-    loud: dict[str, str],
-) -> Finding | None:
-    """Return the only finding: not there where `severity` is None, or a setting is as in `silent`.
-
-    Both hold values by settings, divided by spaces; with those of `loud` it is there all the same.
-    """
-    if severity is None:
-        assert check() == []
-        return None
-    for settings, wanted in ((silent, None), (loud, severity)):
-        for name, values in settings.items():
-            for value in values.split(" "):
-                assert [f.severity for f in check(**{name: value})] == [wanted] * bool(wanted)
-    return the_only(check(), severity)
-
-
-@pytest.mark.parametrize(
-    ("library", "ranks", "staged", "severity"),
-    [
-        (OPEN_MPI, PAIR, False, "note"),
-        (OPEN_MPI, JOB[1:], False, "note"),
-        (OPEN_MPI, JOB, False, None),
-        (OPEN_MPI, EIGHT, False, None),
-        (OPEN_MPI, PAIR, True, "warning"),
-        (OPEN_MPI, EIGHT, True, "warning"),
-        ("Open MPI v5.1.0", PAIR, False, "note"),
-        ("Open MPI v4.1.6", PAIR, True, None),
-        (MPICH, PAIR, True, None),
-        (INTEL, PAIR, True, None),
-        (OPEN_MPI, ALONE[:2], True, None),
-    ],
-)
-def test_binomial_sums_of_open_mpi_are_told_where_they_cost(library, ranks, staged, severity):
-    variable = "OMPI_MCA_coll_libnbc_iallreduce_algorithm"
-
-    def check(**settings: str) -> list[Finding]:
-        return findings_library.check_reductions(under(library, ranks, **settings), staged)
-
-    silent, loud = {variable: "1 ring 3 rabenseifner"}, {variable: "0 2 4 binomial"}
-    if found := told(check, severity, silent, loud):
-        what = "through host memory" if staged else f"that {len(ranks)} ranks exchange"
-        assert "binomial" in found.reason and what in found.reason
-        assert f"{variable}=1" in found.remedy
-
-
-@pytest.mark.parametrize(
-    ("library", "ranks", "severity"),
-    [
-        (OPEN_MPI, JOB, "note"),
-        (OPEN_MPI, JOB[:3], "note"),
-        (OPEN_MPI, [replace(rank, node=rank.rank) for rank in JOB], "warning"),
-        (OPEN_MPI, PAIR, None),
-        (OPEN_MPI, ALONE, None),
-        ("Open MPI v5.1.0", JOB, None),
-        ("Open MPI v4.1.6", JOB, None),
-        (MPICH, JOB, None),
-        (INTEL, JOB, None),
-    ],
-)
-def test_small_segments_of_han_are_told_where_it_is_used(library, ranks, severity):
-    def check(**settings: str) -> list[Finding]:
-        return findings_library.check_segments(under(library, ranks, **settings))
-
-    size, priority = "OMPI_MCA_coll_han_allreduce_segsize", "OMPI_MCA_coll_han_priority"
-    silent = {size: "524288", "OMPI_MCA_coll": "^han ^adapt,han basic,tuned,libnbc", priority: "0"}
-    loud = {size: "65536", "OMPI_MCA_coll": "^adapt han,basic,tuned ", priority: "90"}
-    if found := told(check, severity, silent, loud):
-        words = "over the leaders" if severity == "warning" else "--aggregation flat"
-        assert "64 KiB" in found.line() and words in found.line()
-        assert found.remedy.startswith(f"set {size}=524288")
-
-
-@pytest.mark.parametrize(
-    ("library", "ranks", "severity"),
-    [
-        (OPEN_MPI, JOB, "note"),
-        ("Open MPI v4.1.6", PAIR, "note"),
-        (OPEN_MPI, ALONE, None),
-        (OPEN_MPI, JOB[:1], None),
-        (MPICH, JOB, None),
-        (INTEL, JOB, None),
-    ],
-)
-def test_a_single_connection_is_told_where_it_is_used(library, ranks, severity):
-    def check(**settings: str) -> list[Finding]:
-        return findings_library.check_sockets(under(library, ranks, **settings))
-
-    links, layer, transfer = (f"OMPI_MCA_{name}" for name in ("btl_tcp_links", "pml", "btl"))
-    silent = {links: "2", layer: "ucx", transfer: "^tcp sm,self"}
-    loud = {links: "1", layer: "ob1", transfer: "tcp,sm,self ^openib"}
-    if found := told(check, severity, silent, loud):
-        assert "1.75 times" in found.reason
-        assert found.remedy == f"set {links}=2 on every rank"
-
-
 def test_algorithms_must_be_those_of_all_ranks():
     check = findings_library.check_agreement
     reductions, segments = findings_library.REDUCTIONS, findings_library.HAN_SEGMENTS
@@ -444,16 +337,6 @@ def test_algorithms_must_be_those_of_all_ranks():
     # One machine has no use for these; another library for none of them.
     assert check([replace(rank, host="alpha") for rank in mixed]) == []
     assert check(under(MPICH, JOB[:2], **{reductions: "1"}) + under(MPICH, JOB[2:])) == []
-
-
-def test_all_of_the_library_is_looked_at_together():
-    job = [replace(rank, thread_level="single") for rank in under(OPEN_MPI, PAIR + JOB[1:2])]
-    found = findings_library.check_library(job, staged=True)
-    subjects = ["MPI threads", "MPI sums", "MPI segments", "MPI sockets"]
-    assert [finding.subject for finding in found] == subjects
-    assert errors(found) == []
-    the_only(findings_library.check_library(under(MPICH), True), "ok")
-    the_only(findings_library.check_library(under(OPEN_MPI, JOB[:1]), False), "ok")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from prunex_mpi.base.tables import Table, format_table
-from prunex_mpi.research.outcomes import Comparison, Measured, Outcome, Point
+from prunex_mpi.tools.report.comparison import Comparison, Measured, Outcome, Point
 
 RAN = Measured(
     accuracy=0.5,

@@ -31,17 +31,22 @@ from types import SimpleNamespace
 from mpi4py import MPI
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.research.outcomes import (
+from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.settings.fields import Settings
+from prunex_mpi.tools.report.comparison import (
     Comparison,
     Measured,
     Outcome,
-    by_row,
     ended,
     read_comparison,
 )
-from prunex_mpi.research.tables import LINKS, places_of, quality_names, seconds_at, shown
-from prunex_mpi.run.dry_run import dry_run
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.tools.report.comparison_tables import (
+    LINKS,
+    places_of,
+    quality_names,
+    seconds_at,
+    shown,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMENT = re.compile(r"<!--.*?(?:-->|$)", re.DOTALL)
@@ -83,7 +88,7 @@ def renewed(text: str, folder: Path) -> tuple[str, list[str]]:
     def replace(match: re.Match[str]) -> str:
         file, kind, body = match.groups()
         path = folder / file
-        tables = tables_of(read_comparison(str(path)), times_beside(path))
+        tables = tables_of(read_comparison(path), times_beside(path))
         if kind == FIGURES:
             wrong = unknown_figures(body, "".join(tables.values()))
             problems.extend(f"{figure} is in no table of {file}" for figure in wrong)
@@ -119,14 +124,14 @@ def times_beside(path: Path) -> dict[str, Comparison]:
     rates = {}
     for other in path.parent.glob(f"{path.stem}_at_*.json"):
         number, unit = RATE.search(other.stem).groups()
-        rates[int(number) * MBIT[unit]] = f"{number} {unit}bit/s", read_comparison(str(other))
+        rates[int(number) * MBIT[unit]] = f"{number} {unit}bit/s", read_comparison(other)
     return dict(rates[rate] for rate in sorted(rates))
 
 
 def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, str]:
     """Return the tables of a comparison, and of its steps in `times`, as Markdown, by name."""
     places = places_of(found)
-    runs_of = by_row(found.outcomes)
+    runs_of = found.by_row
     rows = [
         (name, str(places.get(name, "-")), *_cells(runs_of[name]), f"{runs_of[name][0].lr:g}")
         for name in sorted(runs_of, key=lambda name: places.get(name, len(runs_of) + 1))
@@ -157,7 +162,7 @@ def links_table(found: Comparison) -> str:
                 for g in LINKS.values()
             ),
         )
-        for name, runs in by_row(found.outcomes).items()
+        for name, runs in found.by_row.items()
         if (ran := ended(runs))
     ]
     return markdown(("row", *LINKS), rows)
@@ -220,10 +225,10 @@ def steps_table(found: Comparison, times: Mapping[str, Comparison]) -> str:
 
     Faster than those of the first row, on the same link.
     """
-    rates = {rate: by_row(other.outcomes) for rate, other in times.items()}
+    rates = {rate: other.by_row for rate, other in times.items()}
     first = found.rows[0]
     rows = []
-    for name, runs in by_row(found.outcomes).items():
+    for name, runs in found.by_row.items():
         cells = []
         for others in rates.values():
             mine, against = (late_step(others.get(row, ())) for row in (name, first))

@@ -22,9 +22,9 @@ from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.config.resolve import concerns
 from prunex_mpi.research import bench, figures
 from prunex_mpi.research import plan as compare
-from prunex_mpi.research.outcomes import by_row, read_comparison
 from prunex_mpi.run import relaunch as elastic
 from prunex_mpi.tools import evaluate_options as evaluate
+from prunex_mpi.tools.report.comparison import read_comparison
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"
@@ -237,17 +237,17 @@ ROWS_SHOWN = SHOWN_ROW.findall(READMES[0].read_text())
 def test_a_command_of_the_first_page_gives_the_figures_of_its_row(file, name, command, monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = cli.parse(program_of(shlex.split(command))[1:])
-    found = read_comparison(str(PACKAGE / "methods" / "results" / file))
+    found = read_comparison(PACKAGE / "methods" / "results" / file)
     told = readme_tables.told_by_dry_run(settings)
-    for run in by_row(found.outcomes)[name]:
+    for run in found.by_row[name]:
         assert run.lr == settings.lr
         assert readme_tables.differing(told, run.measured) == []
 
 
 def test_a_command_with_a_flag_too_few_is_found_out():
     file, _, command = next(row for row in ROWS_SHOWN if row[1] == "local-sgd int4")
-    found = read_comparison(str(PACKAGE / "methods" / "results" / file))
-    measured = by_row(found.outcomes)["local-sgd int4"][0].measured
+    found = read_comparison(PACKAGE / "methods" / "results" / file)
+    measured = found.by_row["local-sgd int4"][0].measured
 
     def differs(old: str, new: str) -> list[str]:
         words = program_of(shlex.split(command.replace(old, new)))[1:]

@@ -10,7 +10,7 @@ import pytest
 import readme_tables
 
 from prunex_mpi.base.units import MIB
-from prunex_mpi.research.outcomes import Comparison, Measured, Outcome
+from prunex_mpi.tools.report.comparison import Comparison, Measured, Outcome
 
 
 def ran(accuracy: float, mib: int, left: int) -> Measured:

@@ -24,7 +24,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research import compare as comparing
-from prunex_mpi.research.compare import compare, prepare
+from prunex_mpi.research.compare import compare
 from prunex_mpi.research.plan import parse
 from prunex_mpi.run import job, supervision
 from prunex_mpi.tools import evaluate_network, evaluate_options
@@ -315,35 +315,6 @@ def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, tmp_path, 
     flags.append(f"--dir={broadcast_text(WORLD, str(tmp_path))}")
     with pytest.raises(UserError, match="row prunex: --keep-ratio 1e-05 of the parameters"):
         compare(WORLD, parse([*TINY, *flags, "--keep-ratio=0.00001"]))
-
-
-@pytest.mark.parametrize(
-    ("flags", "missing"),
-    [
-        ("--methods dense local-sgd --init-from=RUNS/dense-{seed} --seeds 0 1", "dense, seed 1"),
-        ("--methods dense --teacher=RUNS/none-{seed} --distillation-alpha=0.5", "/none-0'"),
-        ("--methods dense --init-from=RUNS/dense-{seed}", ""),
-        ("--methods dense --init-from=RUNS/half-{seed}", "nor the folder of a complete run"),
-        ("--methods dense --init-from=torchvision", ""),
-        # What is kept needs none; what an earlier run leaves is not missed.
-        ("--methods dense --init-from=RUNS/none-{seed} --dir=RUNS --resume", ""),
-        ("--methods dense topk --init-from=RUNS/topk-0 --dir=RUNS --resume", "topk, seed 0"),
-        ("--methods dense topk --init-from=RUNS/dense-0 --dir=RUNS --resume", ""),
-    ],
-)
-def test_networks_to_begin_with_are_looked_for_before_anything_runs(tmp_path, flags, missing):
-    for name in ("dense-0", "half-0"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "state.safetensors").touch()
-    (tmp_path / "dense-0" / "summary.json").write_text('{"status": "completed"}')
-    flags = flags if "--dir" in flags else f"{flags} --dir=RUNS/new"
-    options = parse([*TINY, *flags.replace("RUNS", str(tmp_path)).split()])
-    if not missing:
-        prepare(options)
-        return
-    with pytest.raises(UserError, match=missing) as caught:
-        prepare(options)
-    assert "\n" not in str(caught.value)
 
 
 def test_rows_are_trained_on_as_many_samples_unless_they_say_otherwise(tmp_path):

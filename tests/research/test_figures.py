@@ -1,7 +1,6 @@
 """The paper's figures: drawn from runs, with its values beside theirs, or refused in one line."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from safetensors.numpy import save_file
 from prunex_mpi import bench
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.research import figures
-from prunex_mpi.research.figures import FIGURES, Drawn, by_name, ratios, scaling
+from prunex_mpi.research.figures import FIGURES, Drawn, by_name, scaling
 from prunex_mpi.tools.report.curves import styled
 from prunex_mpi.tools.report.read_runs import Run, read_run
 
@@ -55,7 +54,7 @@ def named(*runs: Run) -> dict[str, Run]:
     return {f"run {number}": run for number, run in enumerate(runs)}
 
 
-@pytest.mark.parametrize("number", [n for n in FIGURES if n not in ("9", "12")])
+@pytest.mark.parametrize("number", [n for n in FIGURES if n != "9"])
 def test_each_figure_is_one_command(number, run, tmp_path, capsys):
     file = tmp_path / f"figure {number}.png"
     assert draw(number, run, "--output", file) == 0
@@ -78,19 +77,12 @@ def test_values_of_the_paper_stand_where_they_belong(tmp_path: Path) -> None:
     ]
     with styled():
         split, ranks = figures.split(by_name(runs)), figures.of_ranks(runs[0])
-        accuracy = ratios(by_name([*runs[:2], runs[3], keeping(runs[0], 0.25)]))
 
     def with_values(drawn: Drawn) -> list[str]:
         return [what for what, (_, paper) in below(drawn).items() if paper != "-"]
 
     assert {what.partition(",")[0] for what in with_values(split)} == {"prunex (0)", "prunex (1)"}
-    assert with_values(accuracy) == ["prunex, channel, share of groups, keep 0.5", "dense, keep 1"]
     assert {what.endswith("primal") for what in with_values(ranks)} == {True}
-
-
-def keeping(run: Run, ratio: float) -> Run:
-    """Return a run as one that keeps another share."""
-    return replace(run, name=f"keep {ratio}", config={**run.config, "keep-ratio": [ratio]})
 
 
 def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
@@ -107,12 +99,6 @@ def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
     assert below(drawn)["prunex, broadcast in the node"][1] == "13.8 %"
 
 
-def test_a_figure_of_accuracy_is_refused_on_text(tmp_path, capsys):
-    run = make_run(tmp_path / "run", iterations=3, dataset="text")
-    code, line = refused(capsys, "12", run, "--output", tmp_path / "figure.png")
-    assert code == UNREADABLE and "needs an accuracy" in line
-
-
 def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
     """Fabricate a run of so many ranks whose local steps take so long."""
     make_run(path, iterations=5, nodes=(1,) * ranks, **settings)
@@ -124,29 +110,15 @@ def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
 
 
 def test_scaling_is_measured_over_ranks(tmp_path):
-    runs = [read_run(scaled(tmp_path / str(n), n, 6.0 / n**0.5)) for n in (4, 1)]
+    runs = [read_run(scaled(tmp_path / str(n), n, 6.0 / n**0.5, batch_size=8 * n)) for n in (4, 1)]
     with styled():
         drawn = scaling(named(*runs))
     here, paper = below(drawn)["prunex resnet20 digits by epochs"]
     assert here == "2.00 on 4 times as many ranks (1 to 4), 50 %" and paper.startswith("6.75")
+    # A longer run of another batch is no other method: what differs is named.
+    assert drawn.notes[1] == "The runs differ in batch-size and ranks of each node."
     (panel,) = drawn.figure.axes
     assert panel.lines[0].get_xydata().tolist() == [[1, 1], [4, pytest.approx(2)]]
-
-
-def test_runs_of_other_work_are_no_points_of_one_curve(tmp_path):
-    given = (
-        *((1, {}), (4, {"lr": 0.3, "batch_size": 8, "outer_iterations": 9}), (2, {"seed": 1})),
-        *((4, {"payload": "int4"}), (4, {"train_samples": 100})),
-    )
-    runs = [
-        read_run(scaled(tmp_path / str(number), ranks, 6.0 / ranks, **settings))
-        for number, (ranks, settings) in enumerate(given)
-    ]
-    with styled():
-        ((here, _),) = below(scaling(named(*runs[:3]))).values()
-    assert here.startswith("4.00 on 4 times")
-    with pytest.raises(UserError, match="differ in train-samples and payload; give those"):
-        scaling(named(*runs))
 
 
 def test_runs_whose_work_or_ranks_change_have_no_place_in_scaling(tmp_path):
@@ -159,41 +131,6 @@ def test_runs_whose_work_or_ranks_change_have_no_place_in_scaling(tmp_path):
     write_lines(run.path / "ranks.jsonl", [*lines, json.loads(fewer.read_text())])
     with pytest.raises(UserError, match=r"the ranks of .* changed \(1 and 2\)"):
         scaling(named(run))
-
-
-def test_ratios_have_the_spread_of_their_seeds(tmp_path):
-    runs = []
-    for number, (ratio, last) in enumerate(((0.5, 0.8), (0.5, 0.9), (0.25, 0.7))):
-        path = make_run(tmp_path / str(number), iterations=4, keep_ratio=[ratio], seed=number)
-        summary = json.loads((path / "summary.json").read_text())
-        (path / "summary.json").write_text(json.dumps(summary | {"test_accuracy": last}))
-        runs.append(read_run(path))
-    dense = make_run(tmp_path / "dense", iterations=4, method="dense")
-    with styled():
-        found = below(ratios(named(*runs, read_run(dense))))
-    assert found["prunex, channel, share of groups, keep 0.5"] == (
-        "85.00 ± 7.07 % (2 runs)",
-        "81.39 % in the text, 82.8 % in the caption",
-    )
-    assert found["prunex, channel, share of groups, keep 0.25"] == ("70.00 % (1 run)", "-")
-    assert found["dense, keep 1"][1] == "85.96 %"
-
-
-def test_ratios_say_what_they_count_and_on_which_images(tmp_path):
-    runs = []
-    for number, (ratio, counted) in enumerate(((0.5, "groups"), (0.25, "parameters"))):
-        given = {"keep_ratio": [ratio], "keep_by": counted, "groups": ["coupled"]}
-        runs.append(read_run(make_run(tmp_path / str(number), iterations=4, **given)))
-    # As `bench compare` keeps it.
-    kept = {"test_accuracy": None, "validation": {"accuracy": 0.5, "loss": 1.0}}
-    runs[1] = replace(runs[1], summary=runs[1].summary | kept)
-    with styled():
-        drawn = ratios(named(*runs))
-    assert [row[0] for row in drawn.rows] == [
-        "prunex, coupled, share of groups, keep 0.5",
-        "prunex, coupled, share of parameters, keep 0.25",
-    ]
-    assert drawn.figure.axes[0].get_ylabel() == "test or held-out accuracy % at the end"
 
 
 def test_patterns_are_those_of_the_weights(run):
@@ -213,13 +150,11 @@ def test_patterns_are_those_of_the_weights(run):
     ("arguments", "words"),
     [
         ("9 RUN", "different numbers of ranks"),
-        ("12 RUN", "two or more keep ratios"),
         ("8 OLD", "any communication in ranks.jsonl"),
         ("10 OLD", "residuals of each rank"),
         ("11 BARE", "residuals in layers.jsonl"),
         ("13 OLD", "state.safetensors"),
         ("13 DAMAGED", "is damaged"),
-        ("12 GOING RUN", "not complete"),
         ("10 RUN OLD", "of one run"),
         ("14 RUN", "no figure '14'"),
         ("8 RUN --output x.txt", ".svg, .png or .pdf"),
@@ -229,17 +164,16 @@ def test_patterns_are_those_of_the_weights(run):
 )
 def test_what_cant_be_drawn_is_one_line(arguments, words, run, tmp_path, capsys):
     places = {"RUN": str(run), "NOWHERE": str(tmp_path / "nowhere")}
-    for name in ("OLD", "BARE", "DAMAGED", "GOING"):
+    for name in ("OLD", "BARE", "DAMAGED"):
         if name in arguments:
-            status = "" if name == "GOING" else "completed"
-            path = make_run(tmp_path / name, iterations=2, ranks=False, status=status)
+            path = make_run(tmp_path / name, iterations=2, ranks=False)
             (path / "layers.jsonl").unlink()
             places[name] = str(path)
             if name == "DAMAGED":
                 (path / "state.safetensors").write_bytes(b"\xff" * 40)
     code, line = refused(capsys, *[places.get(word, word) for word in arguments.split()])
     assert words in line
-    own = ("OLD", "BARE", "DAMAGED", "GOING", "NOWHERE")
+    own = ("OLD", "BARE", "DAMAGED", "NOWHERE")
     assert code == (
         UNREADABLE if any(n in arguments for n in own) and words != "of one run" else USAGE
     )

@@ -1,4 +1,4 @@
-"""Networks that predict the next token become smaller files, which write text."""
+"""Networks that predict the next token become smaller files."""
 
 import json
 
@@ -11,7 +11,7 @@ from tiny_text import gpt
 from prunex_mpi.config.resolve import make
 from prunex_mpi.export import parse
 from prunex_mpi.models import standalone
-from prunex_mpi.tools.export_run import SAMPLED_TOKENS, export, smaller
+from prunex_mpi.tools.export_run import export, smaller
 
 pytestmark = pytest.mark.two_ranks
 
@@ -25,7 +25,7 @@ RUN |= {"groups": ("coupled",), "progress": "off"}
 @pytest.mark.mpi
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_pruned_transformer_is_exported_and_writes_text(onnx, capsys):
+def test_a_pruned_transformer_is_exported(onnx, capsys):
     with run_folder() as folder:
         assert run_job_here(make(**RUN, run_dir=str(folder / "run"))) == 0
         if WORLD.rank == 0:
@@ -35,8 +35,6 @@ def test_a_pruned_transformer_is_exported_and_writes_text(onnx, capsys):
             told = capsys.readouterr().out
             assert f"on {16 * CONTEXT} test tokens the outputs differ" in told
             assert "tokens/s" in told and "tokens alone" not in told
-            drawn = told.partition("the smaller network writes\n")[2].partition("\nwritten to")[0]
-            assert SAMPLED_TOKENS / 4 < len(drawn) <= SAMPLED_TOKENS + 1
             model = standalone.load(folder / "run/model")
             plan = json.loads((folder / "run/model/plan.json").read_text())
             assert plan["layers"]["head"] == {"in_features": 8, "out_features": 256}

@@ -12,7 +12,7 @@ import numpy as np
 
 from prunex_mpi.base.record_keys import ACCURACY, LABELS, RESIDUALS
 from prunex_mpi.base.units import GIB, KIB, MIB
-from prunex_mpi.tools.report.read_compared import Compared
+from prunex_mpi.tools.report.comparison import Comparison, RowCurve, curves_of
 from prunex_mpi.tools.report.read_runs import Layers, Run
 
 if TYPE_CHECKING:
@@ -75,8 +75,13 @@ MARKED, SOME = 40, 12
 WIDE_SPAN = 20
 # So many names of layers can be read in one picture.
 MOST_NAMES = 40
-# Curves of more rows of a comparison can't be told apart: their ends alone are drawn.
-MOST_ROWS = 8
+
+# Of a row of a comparison: the unit of each cost and what is written at it.
+COSTS = {
+    "sent_bytes": (MIB, "MiB that left a node"),
+    "train_s": (1, "seconds, this machine"),
+    "parameters_left": (1, "parameters left"),
+}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,23 +249,11 @@ def sent_bytes(runs: Iterable[Run]) -> str:
     return "bytes.sent" if all(run.total("bytes.sent") for run in runs) else "bytes.payload"
 
 
-def along(run: Run, axis: str) -> np.ndarray:
-    """Return where each outer iteration ends, on an axis: iteration, seconds, or a kind of bytes.
-
-    Seconds are of training, without evaluation.
-    """
-    if axis == "iteration":
-        return run.iterations
-    if axis == "seconds":
-        return np.cumsum(run.filled("seconds.total") - run.filled("seconds.evaluate"))
-    return np.cumsum(run.filled(axis))
-
-
 def scale_of(runs: Iterable[Run], axis: str) -> tuple[float, str]:
     """Return the unit of an axis that holds all runs, and what is written at it."""
     if axis == "iteration":
         return 1, "outer iteration"
-    most = max(float(along(run, axis)[-1]) for run in runs)
+    most = max(float(run.along(axis)[-1]) for run in runs)
     if axis == "seconds":
         size, name = unit_of_seconds(most)
         return size, f"{name} of training, evaluation left out"
@@ -269,16 +262,16 @@ def scale_of(runs: Iterable[Run], axis: str) -> tuple[float, str]:
 
 
 def named_measure(runs: Iterable[Run]) -> str:
-    """Return on which data runs were judged as they went, and by what, in words."""
-    data = " or ".join(sorted({run.judged_on[1] for run in runs}, reverse=True))
+    """Return on which data runs were evaluated as they went, and by what, in words."""
+    data = " or ".join(sorted({run.evaluated_on[1] for run in runs}, reverse=True))
     found = {f"{run.measure.label} {run.measure.short}" for run in runs}
     return f"{data} {' or '.join(sorted(found))}"
 
 
 def draw_measure(panel: "Axes", named: Named, axis: str, first: int = 0) -> None:
-    """Draw what runs are judged by, along an axis of `along`, in looks from the `first` one on."""
+    """Draw the measure of runs along an axis of `along`, in looks from the `first` one on."""
     size, word = scale_of(named.values(), axis)
-    draw(panel, ((name, along(run, axis) / size, run.judged) for name, run in named.items()), first)
+    draw(panel, ((name, run.along(axis) / size, run.quality) for name, run in named.items()), first)
     panel.set_xlabel(word)
     panel.set_ylabel(named_measure(named.values()))
     if axis == "iteration":
@@ -290,29 +283,29 @@ def mark_freeze(panel: "Axes", named: Named, axis: str = "iteration") -> None:
     (run, *others) = named.values()
     fixed = np.flatnonzero(run.column("frozen") == 1)
     if not others and len(fixed) and fixed[0]:
-        at = along(run, axis)[fixed[0]] / scale_of([run], axis)[0]
+        at = run.along(axis)[fixed[0]] / scale_of([run], axis)[0]
         panel.axvline(at, color=GREY, linestyle="-.", linewidth=1, label="masks fixed")
 
 
 def learning(named: Named, axis: str) -> "Figure | None":
-    """Draw the losses, and what runs are judged by, along an axis of `along`."""
+    """Draw the losses, and what runs are evaluated by, along an axis of `along`."""
     runs = list(named.values())
-    judged = any(np.isfinite(run.judged).any() for run in runs)
-    if not judged and not any(run.has("train_loss") for run in runs):
+    evaluated = any(np.isfinite(run.quality).any() for run in runs)
+    if not evaluated and not any(run.has("train_loss") for run in runs):
         return None
-    figure = new_figure(4.8 if judged else 3.2)
-    panels = figure.subplots(1 + judged, 1, sharex=True, squeeze=False)[:, 0]
+    figure = new_figure(4.8 if evaluated else 3.2)
+    panels = figure.subplots(1 + evaluated, 1, sharex=True, squeeze=False)[:, 0]
     size, word = scale_of(runs, axis)
-    lines = [(name, along(r, axis) / size, r.column("train_loss")) for name, r in named.items()]
+    lines = [(name, r.along(axis) / size, r.column("train_loss")) for name, r in named.items()]
     panels[0].set_ylabel("training loss")
-    if len(runs) == 1 and judged and runs[0].measure is ACCURACY:
-        which, data = runs[0].judged_on
+    if len(runs) == 1 and evaluated and runs[0].measure is ACCURACY:
+        which, data = runs[0].evaluated_on
         lines = [("training", *lines[0][1:]), (data, lines[0][1], runs[0].column(f"{which}_loss"))]
         panels[0].set_ylabel("loss")
     draw(panels[0], lines)
     widen(panels[0], np.concatenate([y for _, _, y in lines]))
-    panels[0].set_xlabel("" if judged else word)
-    if judged:
+    panels[0].set_xlabel("" if evaluated else word)
+    if evaluated:
         draw_measure(panels[1], named, axis, first=len(lines) - len(runs))
     for panel in panels:
         mark_freeze(panel, named, axis)
@@ -444,27 +437,43 @@ def layer_density(layers: Layers) -> "Figure | None":
 # --------------------------------------------------------------------------------------------------
 
 
-def compared(found: Compared, axis: str) -> "Figure | None":
-    """Draw the rows of a comparison over "sent_mib" or "seconds", the spread of seeds at the end.
+def compared(found: Comparison, axis: str) -> "Figure | None":
+    """Draw the rows of a comparison over one of COSTS, the best one first.
 
-    Of many rows the ends alone are drawn, numbered.
+    Ends are numbered, with the spread of the seeds, the ways to them pale. Where no row with less
+    reached more there is the Pareto frontier.
     """
-    if not found.curves:
+    rows = curves_of(found)
+    if not rows:
         return None
-    many = len(found.curves) > MOST_ROWS
     figure, panel = new_panel(4.2)
-    for number, curve in enumerate(found.curves):
-        look, x = look_of(number), getattr(curve, axis)
-        label = f"{number + 1}: {curve.label}" if many else curve.label
-        end = {**look, "label": plain(label), "capsize": 3, "markersize": 6}
-        if not many:
-            panel.plot(x, curve.values, **{**look, "marker": ""})
-        panel.errorbar(x[-1:], curve.values[-1:], yerr=[curve.spread], **end)
-        if many:
-            where = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
-            panel.annotate(str(number + 1), (x[-1], curve.values[-1]), **where)
+    size, word = COSTS[axis]
+    for number, row in enumerate(rows):
+        look, x = look_of(number), np.array(getattr(row, axis)) / size
+        name = row.row if row.whole else f"{row.row} (without the seeds that did not end)"
+        way = row.values[-len(x) :]
+        panel.plot(x, way, color=look["color"], linewidth=0.8, alpha=0.35)
+        end = {"color": look["color"], "marker": look["marker"], "markersize": 6, "capsize": 3}
+        label = plain(f"{number + 1}: {name}")
+        panel.errorbar(x[-1:], row.values[-1:], yerr=[row.spread], label=label, ls="", **end)
+        where = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 7}
+        panel.annotate(str(number + 1), (x[-1], row.values[-1]), **where)
+    x, y = frontier(rows, axis)
+    look = {"color": GREY, "linestyle": "--", "linewidth": 1, "label": "Pareto frontier"}
+    panel.step(np.array(x) / size, y, where="post", **look)
     panel.set_xscale("log")
-    panel.set_xlabel("MiB that left a node" if axis == "sent_mib" else "seconds, this machine")
-    panel.set_ylabel(f"{found.judged_on} {found.measure.label}, {found.measure.unit}")
+    panel.set_xlabel(word)
+    panel.set_ylabel(f"{found.held_out} {found.measure.label}, {found.measure.unit}")
     add_legend(figure)
     return figure
+
+
+def frontier(rows: Sequence[RowCurve], axis: str) -> tuple[list[float], list[float]]:
+    """Return costs and values of the ends of `rows`, the best first, that no cheaper one reaches.
+
+    Rows of which a seed did not end are left out.
+    """
+    ends = [(getattr(row, axis)[-1], row.values[-1]) for row in rows if row.whole]
+    # What is as good or better stands before a row.
+    best = [end for i, end in enumerate(ends) if all(end[0] < other[0] for other in ends[:i])]
+    return [x for x, _ in reversed(best)], [y for _, y in reversed(best)]

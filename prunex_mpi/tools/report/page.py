@@ -23,8 +23,9 @@ from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.run.summary import closing_rows
 from prunex_mpi.settings.values import in_words
 from prunex_mpi.tools.report import curves
+from prunex_mpi.tools.report.comparison import Comparison, read_comparison
+from prunex_mpi.tools.report.comparison_tables import equal_tables, other_tables, results_table
 from prunex_mpi.tools.report.curves import DPI, MOST_CURVES, Named, duration_words, styled
-from prunex_mpi.tools.report.read_compared import Compared, read_compared
 from prunex_mpi.tools.report.read_runs import (
     ENDS,
     Run,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 # Where a run lies and how it was started says nothing of how it was trained.
-UNTOLD = ("run-dir", "resume", "dry-run")
+HIDDEN = ("run-dir", "resume", "dry-run")
 # What runs have to share to be compared.
 SHARED = ("model", "dataset", "outer-iterations", "batch-size", "train-samples")
 # A rank is named from this part of an outer iteration on, so many of a run that is alone.
@@ -161,7 +162,6 @@ def page_of_runs(runs: Sequence[Run]) -> Page:
         ("density-layers", "Density of layers", curves.layer_density(layers) if layers else None),
         ("residuals", "Residuals", curves.residuals(named)),
     )
-    settings = settings_of_one(runs[0]) if alone else [differing_table(named)]
     return Page(
         title=f"Run {runs[0].name}" if alone else f"{len(runs)} runs",
         source=" · ".join(map(what_of, runs)),
@@ -170,7 +170,7 @@ def page_of_runs(runs: Sequence[Run]) -> Page:
             Section("Result", [result_table(named)], learning),
             Section("Cost", stragglers_tables(named), cost),
             Section("Pruning", (), pruning),
-            Section("Settings", settings),
+            Section("Settings", [settings_table(named)]),
         ],
     )
 
@@ -193,9 +193,9 @@ def notices(named: Named) -> list[str]:
 
 def ending(run: Run) -> str:
     """Return how a run ended that is not complete."""
-    asked, reason = run.setting("outer-iterations"), f": {run.reason}" if run.reason else ""
+    planned, reason = run.setting("outer-iterations"), f": {run.reason}" if run.reason else ""
     how = ENDS.get(run.status, ENDS["broken off"])
-    return f"The run {how} after {len(run.iterations)} of {asked} outer iterations{reason}."
+    return f"The run {how} after {len(run.iterations)} of {planned} outer iterations{reason}."
 
 
 def what_losses_cost(changes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -269,22 +269,28 @@ def stragglers_tables(named: Named) -> list[Table]:
     return [Table("Ranks that the others waited for most", columns, tuple(rows), (note,))]
 
 
-def settings_of_one(run: Run) -> list[Table]:
-    """Return the settings that differ from the preset's, and where the run ran."""
-    preset, method = run.setting("preset", "recipe"), run.setting("method", "prunex")
-    usual = usual_settings(run)
-    title = f"Unlike preset {preset} for method {method}" if usual else "Settings"
-    rows = tuple(
-        (shown(key), in_words(value), in_words(usual[key]) if key in usual else None)
-        for key, value in run.config.items()
-        if key not in (*UNTOLD, "preset", "method")
-        if key not in usual or value != usual[key]
-    )
-    table = Table(title, ("setting", "value", "preset"), rows, () if rows else ("Nothing.",))
-    nodes = run.summary.get("nodes") or []
-    ranks = [("ranks of each node", ", ".join(map(str, nodes)))] if nodes else []
-    versions = [(shown(name), str(version)) for name, version in run.versions.items()]
-    return [table, Table("Ranks and versions", (), (*ranks, *versions))]
+def settings_table(named: Named) -> Table:
+    """Return the settings, versions and ranks in which runs differ, or one run from its preset."""
+    tables = {name or "value": recorded_settings(run) for name, run in named.items()}
+    (run, *others) = named.values()
+    title = "Settings, versions and ranks in which they differ"
+    if not others:
+        preset, method = run.setting("preset", "recipe"), run.setting("method", "prunex")
+        title = f"Unlike preset {preset} for method {method}"
+        tables["preset"] = usual_settings(run)
+    rows = []
+    for key in dict.fromkeys(key for table in tables.values() for key in table):
+        cells = [in_words(table[key]) if key in table else "-" for table in tables.values()]
+        if key not in HIDDEN and len({*cells}) > 1:
+            rows.append((shown(key), *cells))
+    return Table(title, ("setting", *tables), tuple(rows), () if rows else ("None.",))
+
+
+def recorded_settings(run: Run) -> dict[str, Any]:
+    """Return the settings of a run, the versions of its software and the ranks of its nodes."""
+    ranks = ", ".join(map(str, run.summary.get("nodes") or []))
+    versions = {f"{name} (version)": str(version) for name, version in run.versions.items()}
+    return {**run.config, **versions, **({"ranks of each node": ranks} if ranks else {})}
 
 
 def usual_settings(run: Run) -> Mapping[str, Any]:
@@ -294,28 +300,14 @@ def usual_settings(run: Run) -> Mapping[str, Any]:
     """
     config = run.config
     try:
-        asked = {"preset": config["preset"], "method": config["method"]}
-        own = make(**asked)
-        asked["outer_iterations"] = config["outer-iterations"]
-        table = flat_table(tomllib.loads(to_toml(make(**asked), {})))
+        requested = {"preset": config["preset"], "method": config["method"]}
+        own = make(**requested)
+        requested["outer_iterations"] = config["outer-iterations"]
+        table = tomllib.loads(to_toml(make(**requested), {}))
     except (KeyError, TypeError, UserError):
         return {}
-    return {**table, "outer-iterations": own.outer_iterations}
-
-
-def differing_table(named: Named) -> Table:
-    """Return the settings and versions in which runs differ, a column for each run."""
-    tables = [
-        {**run.config, **{f"{k} (version)": v for k, v in run.versions.items()}}
-        for run in named.values()
-    ]
-    rows = []
-    for key in dict.fromkeys(key for table in tables for key in table if key not in UNTOLD):
-        cells = [in_words(table[key]) if key in table else "-" for table in tables]
-        if len(set(cells)) > 1:
-            rows.append((shown(key), *cells))
-    title = "Settings and versions in which they differ"
-    return Table(title, ("setting", *named), tuple(rows), () if rows else ("None.",))
+    del table["versions"]
+    return {**flat_table(table), "outer-iterations": own.outer_iterations}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -325,26 +317,40 @@ def differing_table(named: Named) -> Table:
 
 def page_of_comparisons(paths: Sequence[Path]) -> Page:
     """Return the page of the comparisons in these files; raise UserError."""
-    found = [read_compared(path) for path in paths]
+    found = {path: read_comparison(path) for path in paths}
     return Page(
         title="Comparison of methods",
         source=" · ".join(map(shown, paths)),
-        notices=[f"{shown(one.path.name)}: {line}" for one in found for line in one.problems],
-        sections=[part for number, one in enumerate(found, 1) for part in sections_of(one, number)],
+        notices=[
+            f"{shown(path.name)}: {run.row}, seed {run.seed}, {run.ending}: {run.problem}"
+            for path, one in found.items()
+            for run in one.outcomes
+            if run.measured is None
+        ],
+        sections=[
+            part
+            for number, (path, one) in enumerate(found.items(), 1)
+            for part in sections_of(one, shown(path.name), number)
+        ],
     )
 
 
-def sections_of(found: Compared, number: int) -> list[Section]:
+def sections_of(found: Comparison, name: str, number: int) -> list[Section]:
     """Return the results of a comparison with its pictures, and what else there is of it."""
     measure = found.measure.label.capitalize()
+    axes = {"bytes": "sent_bytes", "time": "train_s", "parameters left": "parameters_left"}
     pictures = pictures_of(
-        (f"bytes-{number}", f"{measure} against bytes", curves.compared(found, "sent_mib")),
-        (f"seconds-{number}", f"{measure} against time", curves.compared(found, "seconds")),
+        *(
+            (f"{axis}-{number}", f"{measure} against {word}", curves.compared(found, axis))
+            for word, axis in axes.items()
+        )
     )
     machine = Table("Machine", (), tuple(found.machine.items()))
-    name = shown(found.path.name)
-    more = Section(f"More of {name}", [*found.tables[1:], machine])
-    return [Section(name, found.tables[:1], pictures), more]
+    return [
+        Section(name, [results_table(found)], pictures),
+        Section(f"{name}: at equal budgets", equal_tables(found)),
+        Section(f"More of {name}", [*other_tables(found), machine]),
+    ]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -101,20 +101,20 @@ class Run:
         return bool(np.isfinite(self.column(name)).any())
 
     @property
-    def judged_on(self) -> tuple[str, str]:
+    def evaluated_on(self) -> tuple[str, str]:
         """Which data the run was evaluated on as it went: how columns begin, and in words."""
         return ("val", "held-out") if self.has("val_loss") else ("test", "test")
 
     @property
     def measure(self) -> Measure:
-        """What networks of the run are judged by."""
+        """What networks of the run are evaluated by."""
         return LOSS if self.config.get("dataset") == TEXT else ACCURACY
 
     @property
-    def judged(self) -> np.ndarray:
-        """The measure as it went, on the data in `judged_on`, as shown; NaN: not evaluated."""
+    def quality(self) -> np.ndarray:
+        """The measure as it went, on the data in `evaluated_on`, as shown; NaN: not evaluated."""
         measure = self.measure
-        return measure.scale * self.column(f"{self.judged_on[0]}_{measure.key}")
+        return measure.scale * self.column(f"{self.evaluated_on[0]}_{measure.key}")
 
     @property
     def final(self) -> float:
@@ -139,8 +139,19 @@ class Run:
         ):
             if isinstance(best, int | float):
                 return self.measure.scale * float(best), where
-        known = self.judged[np.isfinite(self.judged)]
-        return (float(known[-1]) if len(known) else float("nan")), self.judged_on[1]
+        known = self.quality[np.isfinite(self.quality)]
+        return (float(known[-1]) if len(known) else float("nan")), self.evaluated_on[1]
+
+    def along(self, axis: str) -> np.ndarray:
+        """Return where each outer iteration ends: iteration, seconds, or a kind of bytes.
+
+        Seconds are of training, without evaluation.
+        """
+        if axis == "iteration":
+            return self.iterations
+        if axis == "seconds":
+            return np.cumsum(self.filled("seconds.total") - self.filled("seconds.evaluate"))
+        return np.cumsum(self.filled(axis))
 
     def setting(self, key: str, otherwise: Any = None) -> Any:
         """Return what config.toml says."""
@@ -174,7 +185,7 @@ class RankRecord:
     hosts: tuple[str, ...] = ()
 
     @property
-    def leads(self) -> np.ndarray:
+    def is_leader(self) -> np.ndarray:
         """Whether each rank is the first of its node; bool [ranks]."""
         return np.array([place not in self.node[:rank] for rank, place in enumerate(self.node)])
 
@@ -440,7 +451,7 @@ def find_stragglers(records: Iterable[RankRecord]) -> list[Straggler]:
     def settle() -> None:
         """Charge each rank of the records since the last change with its excess."""
         for phase, work in sums.items():
-            for rank, seconds in enumerate(excess(work, phase, before.leads)):
+            for rank, seconds in enumerate(excess(work, phase, before.is_leader)):
                 node = before.node[rank]
                 host = names[node] if 0 <= node < len(names) else ""
                 found[phase, rank, host] = found.get((phase, rank, host), 0.0) + float(seconds)
@@ -458,18 +469,18 @@ def find_stragglers(records: Iterable[RankRecord]) -> list[Straggler]:
     return [Straggler(*place, seconds / count) for place, seconds in ranked if seconds > 0]
 
 
-def excess(work: np.ndarray, phase: str, leads: np.ndarray) -> np.ndarray:
+def excess(work: np.ndarray, phase: str, is_leader: np.ndarray) -> np.ndarray:
     """Return how much longer each rank worked than its peers, float64 [ranks].
 
     The lower median stands for these, so that of two ranks the faster one does. Where leaders have
     work of their own, peers have the same role; what the only leader does is its task.
     """
     late = work - lower_median(work)
-    if phase in BY_ROLE and not leads.all():
-        late[leads] = work[leads] - lower_median(work[leads])
+    if phase in BY_ROLE and not is_leader.all():
+        late[is_leader] = work[is_leader] - lower_median(work[is_leader])
         # One that does not lead and has no peer works no longer than a leader.
-        if (~leads).sum() > 1:
-            late[~leads] = work[~leads] - lower_median(work[~leads])
+        if (~is_leader).sum() > 1:
+            late[~is_leader] = work[~is_leader] - lower_median(work[~is_leader])
     return late
 
 

@@ -11,27 +11,26 @@ from recorded import make_run, write_lines
 from prunex_mpi import report
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import write_json
-from prunex_mpi.base.record_keys import ACCURACY
-from prunex_mpi.base.tables import as_json, format_table
-from prunex_mpi.research.outcomes import (
+from prunex_mpi.base.tables import format_table
+from prunex_mpi.tools.report import curves
+from prunex_mpi.tools.report.comparison import (
     Outcome,
     Point,
     Quality,
     Tuning,
     at_chance,
     comparison_from,
+    curves_of,
     read_comparison,
     read_measured,
 )
-from prunex_mpi.research.tables import (
+from prunex_mpi.tools.report.comparison_tables import (
+    equal_tables,
     first_held,
     results_table,
-    tables_of,
     target_table,
     tuning_table,
 )
-from prunex_mpi.tools.report import curves
-from prunex_mpi.tools.report.read_compared import Compared, curves_of, problem_of, read_compared
 
 
 def recorded(path: Path, accuracy: bool = True) -> Path:
@@ -68,6 +67,10 @@ def test_a_run_s_folder_tells_what_it_measured(tmp_path):
     assert found.hidden == 0.25
     points = Point(0.5, 2.0, 2, 20, 34.0, 21.5), Point(0.75, 2.0, 3, 30, 51.0, 32.25)
     assert (found.accuracy, found.loss, found.curve) == (0.75, 2.0, points)
+    assert found.speedup is None
+    (tmp_path / "run" / "model").mkdir()
+    (tmp_path / "run" / "model" / "plan.json").write_text('{"forward_s": [0.5, 0.25]}')
+    assert read_measured(tmp_path / "run").speedup == 2
     # Where networks have a loss alone.
     found = read_measured(recorded(tmp_path / "text", accuracy=False))
     assert {(x.accuracy, x.loss) for x in (found, *found.curve)} == {(None, 2.0)}
@@ -125,7 +128,7 @@ def test_a_comparison_is_the_same_when_it_is_read_back(tmp_path):
     # Files of before have more, which is left out.
     written |= {"data": "", "own_length": []}
     written["outcomes"][0]["settings"] = "0123"
-    written["outcomes"][0]["measured"] |= {"weights": 80, "forward_s": 1.0}
+    written["outcomes"][0]["measured"] |= {"weights": 80, "forward_spread": 0.1}
     assert comparison_from(written) == found
 
 
@@ -134,7 +137,7 @@ def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "tables.json").write_text(content)
     with pytest.raises(UserError, match=r"tables\.json"):
-        read_comparison(str(tmp_path / "tables.json"))
+        read_comparison(tmp_path / "tables.json")
 
 
 def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
@@ -242,75 +245,101 @@ def test_rows_have_places_but_for_those_tuned_at_chance():
     assert any(note.startswith("d: no better than guessing") for note in table.notes)
 
 
-def test_a_course_is_the_mean_over_seeds():
+def test_a_curve_is_the_mean_over_seeds():
     first, second = RAN.curve
     other = replace(RAN, curve=(first, replace(second, accuracy=0.7)))
     runs = [Outcome("dense", 0, 0.1, RAN), Outcome("dense", 1, 0.1, other)]
-    found = [*runs, Outcome("topk", 0, 0.1, None, "why")]
-    (curve,) = curves_of(list(map(asdict, found)), ACCURACY)
-    assert (curve.label, curve.sent_mib, curve.seconds) == ("dense", (0.5, 1), (3, 7))
+    (curve,) = curves_of(comparison([*runs, Outcome("topk", 0, 0.1, None, "why")]))
+    assert (curve.row, curve.whole) == ("dense", True)
+    assert (curve.sent_bytes, curve.train_s) == ((2**19, 2**20), (3, 7))
     assert curve.values == pytest.approx((25, 60))
-    assert curve.spread == pytest.approx(200**0.5)
+    assert (curve.parameters_left, curve.spread) == ((60,), pytest.approx(200**0.5))
     # One was evaluated less often: what both have is drawn.
     shorter = replace(runs[1], measured=replace(other, curve=other.curve[1:]))
-    (ends,) = curves_of([asdict(runs[0]), asdict(shorter)], ACCURACY)
-    assert (ends.sent_mib, ends.values) == ((1,), pytest.approx((60,)))
-    # A mean of those that ended says of how many.
+    (ends,) = curves_of(comparison([runs[0], shorter]))
+    assert (ends.sent_bytes, ends.values) == ((2**20,), pytest.approx((60,)))
+    # A mean of those that ended is not one of all.
     lost = Outcome("dense", 2, 0.1, None, "failed: no room", failed=True)
-    (some,) = curves_of([*map(asdict, runs), asdict(lost)], ACCURACY)
-    assert (curve.label, some.label) == ("dense", "dense (2 of 3 seeds)")
-    assert problem_of(asdict(lost)) == "dense, seed 2, failed: no room"
+    assert [c.whole for c in curves_of(comparison([*runs, lost]))] == [False]
 
 
-def compared(folder: Path, runs: list[Outcome], **more: object) -> Compared:
-    """Return what a page reads of a comparison of these runs."""
-    found = comparison(runs, **more)
-    whole = as_json({}, tables_of(found)) | {"comparison": asdict(found)}
-    write_json(folder / "found.json", whole)
-    return read_compared(folder / "found.json")
+def course(*points: tuple[int, float, float, float]) -> tuple[Point, ...]:
+    """Return evaluations: MiB sent, seconds of training and of computing, accuracy."""
+    return tuple(
+        Point(accuracy, 1.0, k, int(mib * 2**20), train_s, compute_s)
+        for k, (mib, train_s, compute_s, accuracy) in enumerate(points, 1)
+    )
 
 
-def test_what_has_no_accuracy_is_drawn_by_its_loss_the_lowest_first(tmp_path):
+def test_rows_stand_beside_each_other_at_equal_budgets():
+    far = course((50, 10.0, 4.0, 0.2), (100, 20.0, 8.0, 0.4), (200, 40.0, 16.0, 0.8))
+    near = course((2, 10.0, 4.0, 0.3), (4, 20.0, 8.0, 0.5))
+    times = {"forward_s": 1.0, "dense_forward_s": 2.5}
+    runs = [
+        *outcomes("far", curve=far, samples=120),
+        *outcomes("near", curve=near, samples=80, **times),
+        Outcome("wild", 0, 0.1, None, "the loss is nan"),
+    ]
+    samples, sent, seconds = equal_tables(comparison(runs, plan="x"))
+    # A row that was trained for longer is read off between its evaluations.
+    assert samples.columns[:4] == ("row", "20", "40", "80")
+    assert cells(samples, "near") == {
+        **{"row": "near", "20": None, "40": 30, "80": 50, "parameters left": 60},
+        "inference, times as fast": 2.5,
+    }
+    far = cells(samples, "far")
+    assert (far["40"], far["80"]) == (pytest.approx(20), pytest.approx(40))
+    assert far["inference, times as fast"] is None
+    # One that ends with less counts with its end; who diverged has nothing.
+    assert sent.columns[1:3] == ("10 MiB", "100 MiB")
+    assert [row[1:3] for row in sent.rows] == [(None, 40), (50, 50), (None, None)]
+    assert seconds.columns[1:3] == ("30 s measured", "54.8 s at 20 Mbit/s")
+    assert [row[1] for row in seconds.rows] == [pytest.approx(60), 50, None]
+    # A tenth of the way from 100 MiB, 8 s and 41.9 of the link, to 200, 16 and 83.9.
+    assert cells(seconds, "far")["54.8 s at 20 Mbit/s"] == pytest.approx(43.9, abs=0.1)
+    # Files of before do not tell computing from messages; losses have three decimals.
+    old = [replace(p, accuracy=None, compute_s=None) for p in RAN.curve]
+    tables = equal_tables(comparison(outcomes("old", accuracy=None, curve=tuple(old))))
+    assert tables[2].columns[:3] == ("row", "7 s measured", "parameters left")
+    assert "1.000" in format_table(tables[0])
+    assert equal_tables(comparison(runs[2:])) == []
+
+
+def test_the_frontier_is_of_the_rows_that_no_cheaper_one_reaches():
+    ends = {"worst": (1, 0.2), "cheap": (1, 0.3), "bad": (4, 0.25), "good": (3, 0.6), "x": (9, 0.9)}
+    runs = []
+    for row, (mib, accuracy) in ends.items():
+        runs += outcomes(row, curve=course((mib, 1.0, 1.0, accuracy)))
+    runs.append(Outcome("x", 1, 0.1, None, "diverged"))
+    rows = curves_of(comparison(runs))
+    assert [row.row for row in rows] == ["x", "good", "cheap", "bad", "worst"]
+    assert curves.frontier(rows, "sent_bytes") == ([2**20, 3 * 2**20], [30, 60])
+
+
+def test_what_has_no_accuracy_is_drawn_by_its_loss_the_lowest_first():
     first, second = (replace(point, accuracy=None) for point in RAN.curve)
     runs = [Outcome("wild", 0, 0.1, None, "why")]
     for row, loss in (("high", 1.5), ("low", 1.0)):
-        curve = first, replace(second, loss=loss)
-        runs += outcomes(row, accuracy=None, loss=loss, curve=curve)
-    found = compared(tmp_path, runs, plan="0123")
-    assert [(c.label, c.values[-1]) for c in found.curves] == [("low", 1.0), ("high", 1.5)]
+        runs += outcomes(row, accuracy=None, loss=loss, curve=(first, replace(second, loss=loss)))
+    found = comparison(runs, plan="0123")
     with curves.styled():
-        (panel,) = curves.compared(found, "sent_mib").axes
+        (panel,) = curves.compared(found, "sent_bytes").axes
     assert panel.get_ylabel() == "validation loss, nats per token"
-    # The page shows as many decimals as were printed.
-    assert format_table(found.tables[0]) == format_table(
-        results_table(comparison(runs, plan="0123"))
-    )
+    names = panel.get_legend_handles_labels()[1]
+    assert names == ["Pareto frontier", "1: low", "2: high"]
+    assert curves.frontier(curves_of(found), "sent_bytes") == ([2**20], [1.0])
 
 
 def test_a_comparison_is_its_tables_and_its_pictures(tmp_path, monkeypatch):
     runs = [*outcomes("dense", "a $b"), Outcome("wild", 0, 0.1, None, "the loss is nan")]
-    compared(tmp_path, runs, title="Some methods", machine={"processor": "a fast one"})
+    found = comparison(runs, title="Some methods", machine={"processor": "a fast one"})
+    write_json(str(tmp_path / "found.json"), {"comparison": asdict(replace(found, targets=(0.4,)))})
     monkeypatch.chdir(tmp_path)
     assert report.main(["found.json"]) == 0
     page = (tmp_path / "report.html").read_text()
-    for words in ("Some methods", "a fast one", "wild, seed 0, diverged: the loss is nan"):
+    for words in (
+        *("Some methods", "a fast one", "wild, seed 0, diverged: the loss is nan"),
+        *("At equal samples", "At equal bytes", "At equal seconds", "To 40 % accuracy"),
+    ):
         assert words in page
-    assert page.count("<img ") == 2
-
-
-def test_of_many_rows_the_ends_alone_are_drawn_the_best_one_first(tmp_path):
-    def drawn(count: int) -> tuple[list[str], int]:
-        runs = []
-        for n in range(count):
-            curve = (RAN.curve[0], replace(RAN.curve[1], accuracy=n / 100))
-            runs += outcomes(f"row {n}", curve=curve)
-        with curves.styled():
-            (panel,) = curves.compared(compared(tmp_path, runs), "seconds").axes
-        whole = sum(len(line.get_xdata()) == len(RAN.curve) for line in panel.lines)
-        return panel.get_legend_handles_labels()[1], whole
-
-    most = curves.MOST_ROWS
-    names, whole = drawn(most)
-    assert (names[0], whole) == (f"row {most - 1}", most)
-    names, whole = drawn(most + 1)
-    assert (names[0], whole) == (f"1: row {most}", 0)
+    assert page.count("<img ") == 3

@@ -1,20 +1,22 @@
-"""What the runs of a comparison came to: read from their folders, and all of it as JSON."""
+"""A comparison: what its runs came to, read from their folders, and all of it from its JSON."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.base.record_keys import CONSENSUS_PHASES
-from prunex_mpi.tools.report.curves import along
-from prunex_mpi.tools.report.read_runs import Run, read_ranks, read_run
+from prunex_mpi.base.files import EXPORTED
+from prunex_mpi.base.record_keys import ACCURACY, CONSENSUS_PHASES, LOSS, Measure
+from prunex_mpi.base.schema import read_json
+from prunex_mpi.tools.report.read_runs import Run, read_ranks, read_run, shown
 
 # What a run reached, higher is better. A run that diverged reached nothing.
 Score = tuple[float, float]
@@ -22,6 +24,8 @@ NOTHING: Score = (-math.inf, -math.inf)
 # How many standard errors above guessing an accuracy has to be to count.
 ERRORS = 3.0
 PHASES = ("local", *CONSENSUS_PHASES)
+# Of an exported network, as `models.standalone` names it, which needs torch.
+PLAN = "plan.json"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class Measured(Quality):
     one worker hands to collectives between nodes, masks included, `metadata_bytes` the part of them
     that says where values belong; `sent_bytes` leave a node for them by ring algorithms. `sync_s`
     is waiting for messages, `own_s` the method's own work, `local_s` forward, backward and step.
-    Exchanges run behind a part `hidden` of the computing.
+    Exchanges run behind a part `hidden` of the computing. `forward_s` is what the exported network
+    takes for a batch, `dense_forward_s` that of full size beside it; None where none was measured.
     """
 
     samples: int
@@ -89,6 +94,13 @@ class Measured(Quality):
     parameters_left: int
     curve: tuple[Point, ...] = ()
     hidden: float = 0.0
+    forward_s: float | None = None
+    dense_forward_s: float | None = None
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as the network of full size the exported one is."""
+        return self.dense_forward_s / self.forward_s if self.forward_s else None
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,11 @@ class Outcome:
     point: Mapping[str, float | str] = field(default_factory=dict)
     test: Quality | None = None
     failed: bool = False
+
+    @property
+    def ending(self) -> str:
+        """How a run ended that measured nothing, in a word."""
+        return "failed" if self.failed else "diverged"
 
     @property
     def score(self) -> Score:
@@ -164,11 +181,11 @@ def at_chance(quality: Quality, classes: int, images: int) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that tables and figures are made of.
+    """All that tables and pictures are made of.
 
     `plan` is a digest of the plan, `protocol` what it says of tuning and seeds, `revealed` when the
     test data were looked at, or "" where they were not; files of before have none of these, and
-    are of test images.
+    are of test images. Bytes and seconds to each of `targets` are told.
     """
 
     title: str
@@ -181,19 +198,71 @@ class Comparison:
     plan: str = ""
     protocol: Mapping[str, Any] = field(default_factory=dict)
     revealed: str = ""
+    targets: tuple[float, ...] = ()
 
+    @property
+    def by_row(self) -> dict[str, list[Outcome]]:
+        """The outcomes of each row, both in their order."""
+        found: dict[str, list[Outcome]] = {}
+        for outcome in self.outcomes:
+            found.setdefault(outcome.row, []).append(outcome)
+        return found
 
-def by_row(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Return the outcomes of each row, both in the order of `outcomes`."""
-    found: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        found.setdefault(outcome.row, []).append(outcome)
-    return found
+    @property
+    def measure(self) -> Measure:
+        """What networks are compared by: accuracy, unless one that was measured has none."""
+        return LOSS if any(m.accuracy is None for m in ended(self.outcomes)) else ACCURACY
+
+    @property
+    def held_out(self) -> str:
+        """Which data the networks were evaluated on as they were trained, in a word."""
+        return "validation" if self.plan else "test"
 
 
 def ended(runs: Sequence[Outcome]) -> list[Measured]:
     """Return what those runs measured that ended."""
     return [run.measured for run in runs if run.measured is not None]
+
+
+@dataclass(frozen=True)
+class RowCurve:
+    """Means of a row over those of its seeds that ended, at the evaluations that all of them have.
+
+    `values` are what tables show; `parameters_left` and the standard deviation `spread` are of the
+    end. `whole`: every seed ended.
+    """
+
+    row: str
+    whole: bool
+    sent_bytes: tuple[float, ...]
+    train_s: tuple[float, ...]
+    values: tuple[float, ...]
+    parameters_left: tuple[float, ...]
+    spread: float
+
+
+def curves_of(found: Comparison) -> list[RowCurve]:
+    """Return the curve of each row of which a run was evaluated, the best one first."""
+    curves = []
+    for row, runs in found.by_row.items():
+        measured = [m for m in ended(runs) if m.curve]
+        by_iteration = [{point.iteration: point for point in m.curve} for m in measured]
+        shared = sorted(set.intersection(*map(set, by_iteration))) if measured else []
+        if shared:
+            points = [[of[iteration] for of in by_iteration] for iteration in shared]
+            ends = [m.curve[-1].shown for m in measured]
+            curves.append(
+                RowCurve(
+                    row,
+                    len(measured) == len(runs),
+                    tuple(mean(point.sent_bytes for point in at) for at in points),
+                    tuple(mean(point.train_s for point in at) for at in points),
+                    tuple(mean(point.shown for point in at) for at in points),
+                    (mean(m.parameters_left for m in measured),),
+                    stdev(ends) if len(ends) > 1 else 0.0,
+                )
+            )
+    return sorted(curves, key=lambda c: c.values[-1], reverse=found.measure.higher_is_better)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,7 +274,7 @@ def read_measured(path: Path) -> Measured:
     """Return what a complete run measured; raise UserError where its files can't be read."""
     run = read_run(path)
     try:
-        return measured_from(run)
+        return replace(measured_from(run), **_forward_seconds(path))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} is not of a run that can be compared ({error}); remove it to do it again",
@@ -222,7 +291,7 @@ def measured_from(run: Run) -> Measured:
     summary, work, best = run.summary, run.summary["work"], run.summary["validation"]
     messages = message_seconds(run)
     rest = np.array([run.filled(f"seconds.{phase}") for phase in PHASES]) - messages
-    seconds, sent, compute = along(run, "seconds"), along(run, "bytes.sent"), rest.sum(0).cumsum()
+    seconds, sent, compute = run.along("seconds"), run.along("bytes.sent"), rest.sum(0).cumsum()
     accuracy = run.column("val_accuracy")
     curve = tuple(
         Point(
@@ -254,18 +323,27 @@ def measured_from(run: Run) -> Measured:
     )
 
 
+def _forward_seconds(path: Path) -> dict[str, float]:
+    """Return the seconds that the export of a run measured, by field; {} where there are none."""
+    try:
+        found = read_json(path / EXPORTED / PLAN)["forward_s"]
+    except (FileNotFoundError, KeyError):
+        return {}
+    return {"dense_forward_s": float(found[0]), "forward_s": float(found[1])}
+
+
 def message_seconds(run: Run) -> np.ndarray:
     """Return the seconds that rank 0 spent in messages, float64 [PHASES, outer iterations].
 
     Where not every outer iteration has these, as of very many ranks, those of the last one count.
     """
-    told = {
+    known = {
         record.iteration: [float(record.exchange.get(phase, [0.0])[0]) for phase in PHASES]
         for record in read_ranks(run.path)
     }
     found, last = [], [0.0] * len(PHASES)
     for iteration in map(int, run.iterations):
-        last = told.get(iteration, last)
+        last = known.get(iteration, last)
         found.append(last)
     return np.array(found).T
 
@@ -275,11 +353,11 @@ def message_seconds(run: Run) -> np.ndarray:
 # --------------------------------------------------------------------------------------------------
 
 
-def read_comparison(path: str) -> Comparison:
+def read_comparison(path: Path) -> Comparison:
     """Return what --json of a comparison wrote, now or before; raise UserError."""
-    where = quote(path, 250)
+    where = quote(shown(path), 250)
     try:
-        return comparison_from(json.loads(Path(path).read_text(encoding="utf-8"))["comparison"])
+        return comparison_from(json.loads(path.read_text(encoding="utf-8"))["comparison"])
     except OSError as error:
         raise UserError(f"{where}: {error.strerror}", UNREADABLE) from None
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
@@ -292,7 +370,7 @@ def comparison_from(found: Mapping[str, Any]) -> Comparison:
         Tuning(**{**tuning, "runs": tuple(map(outcome_from, tuning["runs"]))})
         for tuning in found["tunings"]
     )
-    made = {key: tuple(found.get(key, ())) for key in ("rows", "seeds", "notes")}
+    made = {key: tuple(found.get(key, ())) for key in ("rows", "seeds", "notes", "targets")}
     made |= {"tunings": tunings, "outcomes": tuple(map(outcome_from, found["outcomes"]))}
     return Comparison(**{**_known(Comparison, found), **made})
 
