@@ -197,16 +197,16 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, call = kwargs or {}, self.places.count()
         labels = self.labels
+        labels.operation = _plain_name(func)
         labels.site, labels.given = self.places.site(call_site(sys._getframe(1))), (args, kwargs)
         if call in self.rules.all_before:
-            labels.pin_all(f"{_plain_name(func)} counts them; {NUMBER}")
+            labels.pin_all(f"{labels.operation} counts them; {NUMBER}")
         result = func(*args, **kwargs)
         if call in self.rules.arguments:
-            reason = f"{_plain_name(func)} counts its channels; {NUMBER}"
-            labels.pin([args, kwargs], reason)
+            labels.pin([args, kwargs], f"{labels.operation} counts its channels; {NUMBER}")
         if result is None and getattr(func, "__name__", "") != "__get__":
             # For example an assignment to a part of a tensor.
-            self._keep(args, func, args, kwargs)
+            self._keep(args, args, kwargs)
         elif any(True for _ in tensors_in([result])):
             args, kwargs = by_position(args, kwargs)
             try:
@@ -216,12 +216,12 @@ class Trace(TorchFunctionMode):
                 raise
             # An unexpected signature: nothing is known about the result.
             except Exception:
-                self._keep(result, func, args, kwargs)
+                self._keep(result, args, kwargs)
         return result
 
-    def _keep(self, result: object, func, args: tuple, kwargs: dict) -> None:
+    def _keep(self, result: object, args: tuple, kwargs: dict) -> None:
         """Pin the arguments and results of a call that is not understood."""
-        self.labels.keep([args, kwargs], [result], mixes(_plain_name(func)))
+        self.labels.keep([args, kwargs], [result], mixes(self.labels.operation))
 
     def follow(self, result: object, func, args: tuple, kwargs: dict) -> bool:
         """Label the result of `func`; return whether it works element by element."""
@@ -265,9 +265,9 @@ class Trace(TorchFunctionMode):
             trial = self.trials[key] = Trial(func, args, kwargs)
         alike = trial.elementwise and result.shape == trial.shape_of(leaves)
         if alike:
-            meet(self.labels, result, trial, leaves, _plain_name(func))
+            meet(self.labels, result, trial, leaves)
         else:
-            self._keep(result, func, args, kwargs)
+            self._keep(result, args, kwargs)
         return alike
 
 
@@ -305,6 +305,7 @@ def follow_input(model: nn.Module, inputs: Inputs, rules: Rules) -> Labels:
     trace = Trace(labels, places, rules)
     with evaluating(model), following(model, places), plain_norms(model), trace:
         output = model(given)
+    labels.operation = ""
     labels.pin([output], "its outputs are the classes")
     return labels
 

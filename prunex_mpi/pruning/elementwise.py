@@ -143,8 +143,8 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
 
-def meet(labels: Labels, result: Tensor, trial: Trial, leaves: list[Any], name: str) -> None:
-    """Join the groups that the element-wise operation `name` combines; `leaves` are its arguments.
+def meet(labels: Labels, result: Tensor, trial: Trial, leaves: list[Any]) -> None:
+    """Join the groups that an element-wise operation combines; `leaves` are its arguments.
 
     What makes no number of zeros, as 0 / 0, pins them.
     """
@@ -165,7 +165,7 @@ def meet(labels: Labels, result: Tensor, trial: Trial, leaves: list[Any], name: 
                 zeros.discard(place)
     zero = trial.is_zero(zeros)
     if zero is None:
-        reason = f"{name} of zeros is no number, or has no slope"
+        reason = f"{labels.operation} of zeros is no number, or has no slope"
         labels.keep([leaves[place] for place in trial.operands], [result], reason)
         return
     labelled = thin(*(own.expand(result.shape) for own in found.values()))

@@ -124,7 +124,9 @@ class Labels:
         self.calls: list[Asked] = []
         # What tensors are cut into, none of which may become empty.
         self.pieces: list[Size] = []
-        # Where the call is that is being followed, and its arguments as they were given.
+        # The call that is being followed: its name, "" for none, where it is, and its arguments as
+        # they were given.
+        self.operation = ""
         self.site: Site = ("", "", 0)
         self.given: tuple[tuple, dict] = ((), {})
 
@@ -186,7 +188,7 @@ class Labels:
         values, places = _ranked(thin(labels)[0])
         found = [self.root(v) if v > PINNED else v for v in values.tolist()]
         found = [PINNED if v in self.reasons else v for v in found]
-        return torch.tensor(found)[places].expand(labels.shape)
+        return torch.tensor(found, dtype=torch.int64)[places].expand(labels.shape)
 
     def join(self, first: np.ndarray | Tensor, second: np.ndarray | Tensor) -> bool:
         """Join the groups of paired labels; return whether anything changed."""
@@ -233,9 +235,17 @@ class Labels:
         before = len(self.reasons)
         for label in labels:
             if label > PINNED:
-                self.reasons.setdefault(self.root(int(label)), reason)
+                self.reasons.setdefault(self.root(int(label)), self._with_call(reason))
         self.changes += len(self.reasons) - before
         return len(self.reasons) > before
+
+    def _with_call(self, reason: str) -> str:
+        """Return a reason with the operation and the module whose code calls it."""
+        module = self.site[0]
+        if not self.operation or (module and f"{module}." in reason):
+            return reason
+        name = "" if self.operation in reason else f"{self.operation} "
+        return f"{reason} ({name}in {module or 'the model'})"
 
     def note(
         self, known: dict[str, np.ndarray], parameter: Tensor | None, labels: np.ndarray

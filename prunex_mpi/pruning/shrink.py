@@ -291,14 +291,12 @@ def _counting_numbers(module: nn.Module, calls: slim.Calls) -> dict[str, int]:
 
 def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> dict[str, Tensor]:
     """Return the state dict of `model` without the groups of `removed`: copies, same dtype."""
-    canonical = first_names(model)
-    tensors = {}
-    for key, tensor in model.state_dict().items():
-        name = canonical.get(key, key)
-        slices = coupling.slices(name)
-        if key.endswith(STATISTICS):
-            weight = key.rpartition(".")[0] + WEIGHT
-            slices = coupling.slices(canonical.get(weight, weight))
+    # Wrappers such as those of activation checkpointing have other names in the state dict.
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state, tensors = model.state_dict(keep_vars=True), {}
+    for key, tensor in state.items():
+        weight = state.get(key.rpartition(".")[0] + WEIGHT) if key.endswith(STATISTICS) else tensor
+        slices = coupling.slices(names.get(id(weight), key))
         left = slices_left(tensor, slices, removed)
         tensors[key] = left.detach().clone(memory_format=torch.contiguous_format)
     return tensors

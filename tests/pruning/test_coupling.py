@@ -231,6 +231,8 @@ def test_rows_and_columns_of_a_residual_block():
         (Opaque(lambda x: torch.softmax(x, dim=1)), "fc.weight reads what isn't zero without it"),
         (Opaque(lambda x: x + 1), "fc.weight reads what isn't zero without it"),
         (Opaque(lambda x: x[:, ::2].repeat(1, 2, 1, 1)), "__getitem__ counts its channels"),
+        (Opaque(lambda x: x.cumsum(1)), "cumsum mixes it with others (in middle)"),
+        (Opaque(lambda x: x + torch.ones(1, 6, 1, 1)), "cannot be removed (add in middle)"),
     ],
 )
 def test_what_would_be_felt_is_never_removed(middle, reason):

@@ -7,8 +7,10 @@ import pytest
 import torch
 from masking import draw, mask_
 from odd_models import randomise_
-from text_nets import FACTORIES, OURS, TOKENS
+from text_nets import FACTORIES, OURS, TOKENS, Logits
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
@@ -91,6 +93,59 @@ def test_half_of_the_groups_leave_little_more_than_a_quarter(name):
     mask = select(scores, budget.kinds[0], 1.0)
     plan = build_plan(layout, budget, mask, torch.device("cpu"))
     assert plan.numel < layout.numel
+
+
+class Checkpointed(nn.Module):
+    """A block of transformers whose activations are computed again, whatever the mode."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: torch.Tensor, **options: object) -> torch.Tensor:
+        return checkpoint(lambda x: self.block(x, **options), x, use_reentrant=self.reentrant)
+
+
+def cached(model: nn.Module) -> nn.Module:
+    """Let a model keep keys and values for tokens that never come, as is its default."""
+
+    class Caching(Logits):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.model(tokens).logits
+
+    return Caching(model.model)
+
+
+def in_blocks(reentrant: bool):
+    def change(model: nn.Module) -> nn.Module:
+        layers = model.model.model.layers
+        model.model.model.layers = nn.ModuleList(Checkpointed(b, reentrant) for b in layers)
+        return model
+
+    return change
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """Wrap blocks as torch does it, which changes names, but not those of the state dict."""
+    layers = model.model.model.layers
+    model.model.model.layers = nn.ModuleList(checkpoint_wrapper(block) for block in layers)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [cached, in_blocks(False), in_blocks(True), wrapped])
+def test_a_cache_and_checkpoints_of_activations_cost_no_channels(change):
+    plain = build("text_nets:llama")
+    total = find_coupling(plain, TOKENS, Rules()).total
+    model = change(plain)
+    assert find_rules(model, TOKENS) == Rules()
+    coupling = find_coupling(model, TOKENS, Rules())
+    assert coupling.total == total
+    removed = draw(coupling)
+    mask_(model, coupling, removed)
+    smaller = shrink(model, coupling, removed)
+    tokens = TOKENS.draw(2, torch.float32)
+    torch.testing.assert_close(doubled(smaller)(tokens), doubled(model)(tokens))
 
 
 def test_queries_go_with_the_keys_and_values_that_they_share():
