@@ -260,8 +260,10 @@ def _dry_run_per_step(
         ("dense payload per step", _size_of(layout.numel * size)),
         ("payload per step", f"{_size_of(payload)} ({how})"),
         *_messages(exchange.OPERATIONS),
-        ("statistics per outer iteration", _size_of(statistics * size)),
     ]
+    # A rank alone keeps its own.
+    if topology.world_size > 1:
+        rows.append(("statistics per outer iteration", _size_of(statistics * size)))
     return format_lines(rows)
 
 

@@ -10,8 +10,11 @@ from driving import CPU, SMALL_BUCKETS
 from nodes import WORLD, nodes_of
 from safetensors.torch import save_file
 
+from mpi4py import MPI
+
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.comm import topology as comm
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.data.datasets import NOTHING_KNOWN
 from prunex_mpi.models.build import build_model
@@ -32,7 +35,7 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
 @pytest.mark.parametrize(
     ("changes", "counts"),
     [
-        ({"method": "dense"}, [4 * 75_290, 4 * 480]),
+        ({"method": "dense"}, [4 * 75_290]),
         ({"method": "topk", "topk_ratio": 1.0, "aggregation": "hierarchical"}, [8 * 75_290]),
         # Half of the 74,800 weights and 490 other parameters; one flag, or a scale and a flag.
         ({"method": "pactrain"}, [4 * 75_290, 4 * (37_400 + 490 + 1)]),
@@ -91,6 +94,13 @@ def test_bytes_are_those_counted_by_hand(changes, counts):
     assert "75,290 parameters, 480 statistics" in text
     for count in counts:
         assert f"{count:,} B" in text
+
+
+@pytest.mark.parametrize("world", [MPI.COMM_SELF, WORLD], ids=["alone", "together"])
+def test_a_rank_alone_hands_over_no_statistics(world):
+    with comm.nodes_of(world) as topology:
+        text = dry_run(make(model="resnet8", method="dense"), topology)
+    assert (f"statistics per outer iteration  {4 * 480:,} B" in text) == (world.size > 1)
 
 
 def test_data_sets_of_ones_own_are_looked_at(monkeypatch):
