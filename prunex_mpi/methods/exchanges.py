@@ -1,10 +1,9 @@
 """Which exchange a method has, and what is asked of any method before it trains."""
 
-from torch import Tensor
-
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.exchange import outer_memory
 from prunex_mpi.core.mask_choice import memory_of_scores
+from prunex_mpi.core.memory import Declared
 from prunex_mpi.core.state import State
 from prunex_mpi.methods.adacgd import AdaCgd
 from prunex_mpi.methods.clicktrain import ClickTrain
@@ -62,7 +61,7 @@ def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], ro
     return counted["mask"] + own
 
 
-def memory_of(settings: Settings, state: State) -> dict[str, Tensor]:
+def memory_of(settings: Settings, state: State) -> Declared:
     """Allocate what the method and its scores remember, as it is before the first step."""
     scores, theta = memory_of_scores(settings, state), state.theta
     if settings.method.outer_step:

@@ -30,6 +30,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.collectives import BUCKET_MIB
 from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.quantise import integer_type, ternarise_
+from prunex_mpi.core.memory import Declared, common
 from prunex_mpi.core.state import PRUNED, State
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.methods.pactrain_mask import choose_pruned, score_of
@@ -38,11 +39,11 @@ from prunex_mpi.pruning.unstructured import kept_weights
 from prunex_mpi.settings.fields import Settings
 
 # Per parameter, bool.
-SUPPORT = "shared.support"
+SUPPORT = "support"
 # Per bucket: steps without growth, the support's digest or 0, whether it is stable.
-UNCHANGED, DIGESTS, STABLE = "shared.unchanged", "shared.digests", "shared.stable"
+UNCHANGED, DIGESTS, STABLE = "unchanged", "digests", "stable"
 # Steps since the weights were pruned.
-CLOCK = "shared.clock"
+CLOCK = "clock"
 
 
 class PacTrain(Exchange):
@@ -73,16 +74,16 @@ class PacTrain(Exchange):
             self.fit_to_stable()
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate the tracker: nothing is pruned and no bucket is stable."""
         count = math.ceil(theta.numel() / bucket_numel(theta.element_size()))
         return {
-            PRUNED: torch.zeros_like(theta, dtype=torch.bool),
-            SUPPORT: torch.zeros_like(theta, dtype=torch.bool),
-            UNCHANGED: torch.zeros(count, dtype=torch.int64),
-            DIGESTS: torch.zeros(count, dtype=torch.int64),
-            STABLE: torch.zeros(count, dtype=torch.bool),
-            CLOCK: torch.zeros(1, dtype=torch.int64),
+            PRUNED: common(torch.zeros_like(theta, dtype=torch.bool)),
+            SUPPORT: common(torch.zeros_like(theta, dtype=torch.bool)),
+            UNCHANGED: common(torch.zeros(count, dtype=torch.int64)),
+            DIGESTS: common(torch.zeros(count, dtype=torch.int64)),
+            STABLE: common(torch.zeros(count, dtype=torch.bool)),
+            CLOCK: common(torch.zeros(1, dtype=torch.int64)),
         }
 
     def prune_(self, done: int) -> float:

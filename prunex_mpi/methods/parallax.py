@@ -23,6 +23,7 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.compress.sparse import POSITION_BYTES, add_sparse_
+from prunex_mpi.core.memory import Declared
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout, Segment
 from prunex_mpi.settings.fields import Settings
@@ -80,7 +81,7 @@ class Parallax(Exchange):
         return Rows(segment, room, values, numbers)
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Return what a step hands to the next, nothing, if there are embeddings."""
         find_embeddings(settings, layout)
         return {}

@@ -27,8 +27,7 @@ def contents(topology: Topology, context: RunContext) -> dict[str, Any]:
     """Return what this rank has to keep, as copies on the CPU, numbers and text."""
     state, model = context.state, context.problem.model
     tensors, numbers = lasting.contents(topology, state, model)
-    for name in state.optimizer.tensors():
-        del tensors[name]
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(lasting.OPTIMIZER)}
     if state.position.step:
         sums = zip(("loss_sum", "loss_count"), state.losses.tolist(), strict=True)
         numbers["position"] |= dict(sums)
@@ -102,9 +101,11 @@ def put_elsewhere(topology: Topology, saved: Sequence[dict[str, Any]], context: 
 
     def parts() -> Iterator[tuple[Tensors, Numbers]]:
         for one in saved[world.rank :: world.size]:
-            yield one["tensors"] | optimizer.flat_of(one["optimizer"]), one["numbers"]
+            moments = optimizer.flat_of(one["optimizer"])
+            moments = {f"{lasting.OPTIMIZER}{name}": flat for name, flat in moments.items()}
+            yield one["tensors"] | moments, one["numbers"]
 
-    lasting.put_elsewhere(topology, parts, len(saved), context)
+    lasting.put_elsewhere(topology, parts, context)
     context.state.grad.zero_()
 
 

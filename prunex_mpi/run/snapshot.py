@@ -193,7 +193,7 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
     """
     world, settings, problem = topology.world, context.settings, context.problem
     position = context.state.position
-    numbers = lasting.put_elsewhere(topology, parts, ranks, context)
+    numbers = lasting.put_elsewhere(topology, parts, context)
     samples = problem.train.samples_among(ranks, numbers["samples"])
     recount_steps_(position, settings, steps_with(settings, samples), problem.steps)
     problem.train.reshuffle([settings.seed, world.rank, position.iteration])

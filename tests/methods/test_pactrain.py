@@ -434,15 +434,15 @@ def test_a_step_that_overflows_in_fp16_says_nothing_of_supports():
         adopt_pruned_(job.state, every_third(job.state))
         for _ in range(3):
             job.step()
-        before = {name: tensor.clone() for name, tensor in job.state.memory.items()}
+        before = {name: entry.tensor.clone() for name, entry in job.state.memory.items()}
         assert job.stable == [True] * 7
         # Zero times infinity is NaN, where weights are pruned as well.
         job.state.grad.fill_(torch.inf)
         job.exchange()
         job.own.follow_()
         assert not torch.isfinite(job.state.grad).any()
-        for name, tensor in job.state.memory.items():
-            assert torch.equal(tensor, before[name]), name
+        for name, entry in job.state.memory.items():
+            assert torch.equal(entry.tensor, before[name]), name
 
 
 def test_one_rank_alone_keeps_a_bucket_unstable():
