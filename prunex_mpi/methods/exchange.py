@@ -97,3 +97,10 @@ class Exchange:
         Then this exchange is of no use any more, either. May be collective on `world`.
         """
         return False
+
+
+class Dense(Exchange):
+    """Leave the mean gradient, as it is, to the driver: synchronous SGD."""
+
+    OPERATIONS = (("gradient", "workers", "Allreduce SUM", "dense, overlapped with backward"),)
+    plain_mean = True

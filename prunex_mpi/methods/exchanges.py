@@ -7,16 +7,14 @@ from prunex_mpi.core.memory import Declared
 from prunex_mpi.core.state import State
 from prunex_mpi.methods.adacgd import AdaCgd
 from prunex_mpi.methods.clicktrain import ClickTrain
-from prunex_mpi.methods.dense import Dense
 from prunex_mpi.methods.dgc import Dgc
-from prunex_mpi.methods.embrace import EmbRace
-from prunex_mpi.methods.exchange import Exchange
+from prunex_mpi.methods.embeddings import EmbRace, Parallax
+from prunex_mpi.methods.exchange import Dense, Exchange
 from prunex_mpi.methods.gossip import Gossip
 from prunex_mpi.methods.half import Bf16, Fp16
 from prunex_mpi.methods.lion import Lion
 from prunex_mpi.methods.omnireduce import OmniReduce
 from prunex_mpi.methods.pactrain import PacTrain
-from prunex_mpi.methods.parallax import Parallax
 from prunex_mpi.methods.powersgd import PowerSgd
 from prunex_mpi.methods.prunetrain import PruneTrain
 from prunex_mpi.methods.spardl import SparDl

@@ -22,7 +22,6 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import require_same, run_collectively
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, broadcast_weights_, build_transport
-from prunex_mpi.comm.lockstep import Lockstep
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import statistics_of_z
@@ -39,7 +38,7 @@ from prunex_mpi.models.standalone import fill_, resize_
 from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
 from prunex_mpi.replica import saving
 from prunex_mpi.replica.asked import settings_of
-from prunex_mpi.replica.ending import end_all_on_exceptions, leave_at_exit
+from prunex_mpi.replica.ending import Lockstep, end_all_on_exceptions, leave_at_exit
 from prunex_mpi.settings.fields import Settings
 
 # Of records: what the program's evaluations find.

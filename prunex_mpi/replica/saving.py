@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.files import FORMAT
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import to_toml
@@ -20,7 +21,10 @@ from prunex_mpi.core.removal import fit_network, left_of
 from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.settings.fields import Settings
 
-KINDS = {"ranks": list, "settings": str, "tensors": dict, "numbers": dict, "optimizer": dict}
+KINDS = {
+    **{"format": int, "ranks": list, "settings": str},
+    **{"tensors": dict, "numbers": dict, "optimizer": dict},
+}
 
 
 def contents(topology: Topology, context: RunContext) -> dict[str, Any]:
@@ -32,6 +36,7 @@ def contents(topology: Topology, context: RunContext) -> dict[str, Any]:
         sums = zip(("loss_sum", "loss_count"), state.losses.tolist(), strict=True)
         numbers["position"] |= dict(sums)
     return {
+        "format": FORMAT,
         "tensors": _copies(tensors),
         "numbers": numbers,
         "optimizer": _copies(state.optimizer.optimizer.state_dict()),
@@ -60,10 +65,12 @@ def check(
     That is the state of the rank that is `here`, of as many, or without it those of all ranks.
     """
     for number, one in enumerate(saved):
-        if not isinstance(one, dict) or any(
-            not isinstance(one.get(key), kind) for key, kind in KINDS.items()
+        if (
+            not isinstance(one, dict)
+            or any(not isinstance(one.get(key), kind) for key, kind in KINDS.items())
+            or one["format"] != FORMAT
         ):
-            raise UserError("this is no state_dict of a replica", UNREADABLE)
+            raise UserError("this is no state_dict of a replica of this version", UNREADABLE)
         rank, *nodes = one["ranks"]
         if here and one["ranks"] != here:
             raise UserError(
