@@ -195,8 +195,6 @@ def describe_training(context: RunContext, dataset: Dataset | TextSet, ranks: in
     if settings.method.quadratic_interval:
         steps += " or more"
     steps += " per outer iteration"
-    if settings.frozen_local_steps:
-        steps += f" ({settings.frozen_local_steps:,} once frozen)"
     return "; ".join(
         (
             dataset.describe(),
@@ -211,7 +209,7 @@ def other_length(settings: Settings, steps: int, steps_per_epoch: int) -> str:
     """Return a warning if whole steps make far more or fewer epochs than asked for, or ""."""
     wanted = settings.outer_iterations * settings.local_epochs
     found = settings.outer_iterations * steps / steps_per_epoch
-    apart = settings.frozen_local_steps or settings.method.quadratic_interval
+    apart = settings.method.quadratic_interval
     if settings.local_steps > 0 or apart or abs(found - wanted) <= OTHER_LENGTH * wanted:
         return ""
     return (
