@@ -140,13 +140,6 @@ def check_given(settings: Settings, given: Collection[str]) -> None:
 
 def _of_interval(s: Settings) -> Iterator[str]:
     """Yield what does not fit together in when and how often nodes exchange."""
-    if s.local_steps == AUTO and s.frozen_local_steps:
-        yield "frozen-local-steps is chosen with local-steps auto; leave it away"
-    if s.frozen_local_steps and s.method.consensus and not fields.known_freeze(s):
-        yield (
-            "frozen-local-steps needs to know when the masks freeze: give freeze-iteration, and a "
-            "negative freeze-drift"
-        )
     if s.fragments > 1:
         yield from _of_fragments(s)
     if s.rack_of not in ("", "slurm"):
@@ -174,12 +167,11 @@ def _of_fragments(s: Settings) -> Iterator[str]:
             "fragments: auto measures messages that go at once; give local-steps and "
             "overlap-steps as numbers"
         )
-    for name in ("local_steps", "frozen_local_steps"):
-        if 0 < getattr(s, name) < s.fragments:
-            yield (
-                f"fragments {s.fragments} is more than the {getattr(s, name)} {key_of(name)}, "
-                "after one of which each leaves; lower it"
-            )
+    if 0 < s.local_steps < s.fragments:
+        yield (
+            f"fragments {s.fragments} is more than the {s.local_steps} local-steps, after one of "
+            "which each leaves; lower it"
+        )
     if s.local_steps and s.overlap_steps > s.local_steps // s.fragments:
         yield (
             f"overlap-steps {s.overlap_steps} is more than the {s.local_steps // s.fragments} "

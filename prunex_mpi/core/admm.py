@@ -42,12 +42,12 @@ RHO_FACTOR = 2.0
 # --------------------------------------------------------------------------------------------------
 
 
-def set_anchor_(state: State) -> None:
-    """Set the anchor z_i - u, which stands still during phase 1."""
-    torch.sub(state.z_node, state.u, out=state.anchor)
+def find_anchor(state: State) -> Tensor:
+    """Return the anchor z_i - u, which stands still during phase 1, in the memory of `scratch`."""
+    return torch.sub(state.z_node, state.u, out=state.scratch)
 
 
-def add_pull_(state: State) -> None:
+def add_pull_(state: State, anchor: Tensor) -> None:
     """Add rho1 (theta - anchor) to the gradient: exactly zero where theta is at the anchor.
 
     An optimizer that divides by the size of gradients would make steps of the rounding that
@@ -55,8 +55,8 @@ def add_pull_(state: State) -> None:
     """
     rho1, spare = one_or_all(state.rho1), spare_tile(state.theta)
     for tile in tiles(state.layout, state.theta.device):
-        theta, anchor, grad = (f[tile.place] for f in (state.theta, state.anchor, state.grad))
-        gap = torch.sub(theta, anchor, out=spare[: grad.numel()])
+        theta, centre, grad = (f[tile.place] for f in (state.theta, anchor, state.grad))
+        gap = torch.sub(theta, centre, out=spare[: grad.numel()])
         if isinstance(rho1, float):
             grad.add_(gap, alpha=rho1)
         else:

@@ -12,13 +12,14 @@ from mpi4py import MPI
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import SHARED, State, agreeing
+from prunex_mpi.core.memory import ALL
+from prunex_mpi.core.state import State, agreeing
 from prunex_mpi.models.layout import bits_digest
 
 
-def holds_alike(wire: Wire, state: State, flat: Tensor, spare: Tensor) -> bool:
-    """Return whether `flat` is alike on all ranks; `spare` is overwritten. Collective on `comm`."""
-    digest = bits_digest(flat, spare)
+def holds_alike(wire: Wire, state: State, flat: Tensor) -> bool:
+    """Return whether `flat` is alike on all ranks. Collective on `wire.comm`."""
+    digest = bits_digest(flat)
     with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
         return digests_agree(wire.comm, digest)
 
@@ -26,11 +27,10 @@ def holds_alike(wire: Wire, state: State, flat: Tensor, spare: Tensor) -> bool:
 def take_first_(wire: Wire, state: State, where: str) -> None:
     """Go on from the first rank's theta, u, optimizer and shared memory; a line says so.
 
-    The gradient is overwritten. Collective on `wire.comm`.
+    Collective on `wire.comm`.
     """
-    theta, before = state.theta, state.spare
-    before.copy_(theta)
-    shared = [tensor for name, tensor in state.memory.items() if name.startswith(SHARED)]
+    theta, before = state.theta, state.theta.clone()
+    shared = [entry.tensor for _, entry in state.memory.items() if entry.owner == ALL]
     for tensor in (theta, state.u, *state.optimizer.tensors().values(), *shared):
         # MPI has no buffers of bool.
         wire.broadcast_(tensor.view(-1).view(torch.uint8), kind="control")
@@ -50,5 +50,5 @@ def take_first_(wire: Wire, state: State, where: str) -> None:
 
 def see_alike_(wire: Wire, state: State) -> None:
     """See that theta has the same bits on all ranks of the run. Collective on `wire.comm`."""
-    if wire.comm.size > 1 and not holds_alike(wire, state, state.theta, state.spare):
+    if wire.comm.size > 1 and not holds_alike(wire, state, state.theta):
         take_first_(wire, state, "of the run")

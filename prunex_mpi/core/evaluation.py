@@ -24,11 +24,11 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import reduce_between_nodes_
+from prunex_mpi.core.memory import PARAMETERS, STATISTICS, Declared, common
 from prunex_mpi.core.metrics import density
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import (
     KNOWN,
-    SHARED,
     RunContext,
     State,
     agreeing,
@@ -46,17 +46,17 @@ from prunex_mpi.settings.fields import Settings
 DIVERGED = 10.0
 # In the memory of a run: the average, that of the BatchNorm means and variances, and of how many z
 # it is since it has begun; with none of them it says nothing.
-EMA, EMA_STATS, EMA_COUNT = f"{SHARED}ema_z", f"{SHARED}ema_statistics", f"{SHARED}ema_count"
+EMA, EMA_STATS, EMA_COUNT = "ema_z", "ema_statistics", "ema_count"
 
 
-def memory_of_ema(settings: Settings, state: State) -> dict[str, Tensor]:
+def memory_of_ema(settings: Settings, state: State) -> Declared:
     """Allocate the average of z, of none so far, where `--model-ema-decay` asks for it."""
     if not settings.model_ema_decay:
         return {}
     return {
-        EMA: torch.zeros_like(state.z),
-        EMA_STATS: torch.zeros_like(state.stats),
-        EMA_COUNT: torch.zeros(1, dtype=torch.int64),
+        EMA: common(torch.zeros_like(state.z), PARAMETERS),
+        EMA_STATS: common(torch.zeros_like(state.stats), STATISTICS),
+        EMA_COUNT: common(torch.zeros(1, dtype=torch.int64)),
     }
 
 
@@ -106,8 +106,7 @@ def ema_of(state: State) -> Iterator[None]:
 
 
 # In the memory of a run: that z, the BatchNorm means and variances that go with it, and its mask.
-BEST, BEST_STATS = f"{SHARED}best_z", f"{SHARED}best_statistics"
-BEST_MASK = f"{SHARED}best_mask"
+BEST, BEST_STATS, BEST_MASK = "best_z", "best_statistics", "best_mask"
 # Densities that differ by less are the same: coupled groups need not all be of one size.
 SAME_DENSITY = 1e-3
 
@@ -126,14 +125,14 @@ class Judged(NamedTuple):
     loss: float
 
 
-def memory_of_best(settings: Settings, state: State) -> dict[str, Tensor]:
+def memory_of_best(settings: Settings, state: State) -> Declared:
     """Allocate the best z so far, where images are held out to tell which it is."""
     if not settings.val_split:
         return {}
     return {
-        BEST: torch.zeros_like(state.z),
-        BEST_STATS: torch.zeros_like(state.stats),
-        BEST_MASK: torch.ones(state.mask.bits.size, dtype=torch.bool),
+        BEST: common(torch.zeros_like(state.z), PARAMETERS),
+        BEST_STATS: common(torch.zeros_like(state.stats), STATISTICS),
+        BEST_MASK: common(torch.ones(state.mask.bits.size, dtype=torch.bool)),
     }
 
 

@@ -37,13 +37,13 @@ from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.alike import holds_alike
 from prunex_mpi.core.evaluation import add_z_
 from prunex_mpi.core.loop import Round
+from prunex_mpi.core.memory import PARAMETERS, Declared, common
 from prunex_mpi.core.message import Fragment, message_bytes
 from prunex_mpi.core.schedule import Stage, local_steps, steps_behind
 from prunex_mpi.core.state import (
     CODED,
     KNOWN,
     PLAIN,
-    SHARED,
     RunContext,
     State,
     agreeing,
@@ -173,13 +173,13 @@ def take_over_(
     coded: bool | None = None,
     behind: bool = False,
     freezes: bool = False,
-) -> None:
+) -> Tensor:
     """Make the mean that the message holds z, zero where the mask is; set the statistics.
 
     It has left in outer iteration `k`. With `behind` the model has gone on training since: its
     statistics move by as much as those of the node. The mask `freezes` where it was chosen in this
-    outer iteration. What all of z was before is then `last_z`, where there is no outer step. Does
-    not communicate.
+    outer iteration. Returns what z was before, in the memory of `scratch`, where the whole message
+    came and there is no outer step. Does not communicate.
     """
     message, place = state.message, fragment.place
     coded = message.codes is not None if coded is None else coded
@@ -201,6 +201,7 @@ def take_over_(
         state.z, state.scratch = state.scratch, state.z
     if fragment.last:
         _take_statistics_(state, fragment, statistics, coded, behind)
+    return state.scratch
 
 
 def _take_statistics_(
@@ -232,12 +233,12 @@ def _take_statistics_(
     state.stats.index_copy_(0, kept, mean[kept])
 
 
-VELOCITY = f"{SHARED}outer_momentum"
+VELOCITY = "outer_momentum"
 
 
-def outer_memory(theta: Tensor) -> dict[str, Tensor]:
+def outer_memory(theta: Tensor) -> Declared:
     """Allocate the velocity of `nesterov_`, in whose presence each exchange is such a step."""
-    return {VELOCITY: torch.zeros_like(theta)}
+    return {VELOCITY: common(torch.zeros_like(theta), PARAMETERS)}
 
 
 def nesterov_(settings: Settings, k: int, last: Tensor, mean: Tensor, velocity: Tensor) -> None:
@@ -318,7 +319,7 @@ def _average_part_(node: Wire, state: State, settings: Settings, place: slice) -
         return
     # From the beginning of a vector, as words of 64 bits ask for.
     first = state.scratch[: mean.numel()].copy_(mean)
-    if not holds_alike(node, state, first, state.spare[: mean.numel()]):
+    if not holds_alike(node, state, first):
         node.broadcast_(mean)
 
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.logs import log
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.groups import INSTEAD, Groups, find_groups
+from prunex_mpi.pruning.groups import INSTEAD, Groups, find_groups, out_of_reach
 from prunex_mpi.pruning.projection import with_budget
 from prunex_mpi.pruning.removable import find_rules, training_failure
 from prunex_mpi.settings.fields import Settings
@@ -69,3 +70,12 @@ def make_groups(
     if settings.keep_by != "groups":
         found = with_budget(found, layout, settings.keep_by, settings.keep_floor)
     return replace(found, by_gate=settings.score == "gates")
+
+
+def log_unpruned(settings: Settings, groups: Groups, numel: int) -> None:
+    """Log which channels of a model of `numel` parameters are not pruned, and why."""
+    for excluded in groups.excluded:
+        log.info("not pruned: %s", excluded)
+    line = out_of_reach(groups, numel)
+    if line and settings.method.prunes_groups:
+        log.warning("%s", line)

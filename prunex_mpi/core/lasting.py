@@ -1,27 +1,12 @@
-"""Every tensor that one step hands to the next, declared once; saved and put back by that.
+"""All tensors that one step hands to the next, by name; saved and put back as they are declared.
 
 Checkpoints, what ranks keep in memory against the loss of a node, an own loop's state and removal
-of channels are loops over the table of `lasting`.
-
-| owner | who holds it                        | who writes it        |
-|-------|-------------------------------------|----------------------|
-| RANK  | each rank its own                   | each rank            |
-| NODE  | the ranks of a node, alike          | leaders              |
-| ALL   | all ranks, alike                    | world rank 0         |
-
-On the same nodes all of it is put back bit for bit (on the CPU). On other nodes a run goes on from
-what the ranks have in common, by the second entry: FIRST is world rank 0's, MEAN that of all ranks;
-SUM counts by its sum over all ranks, as gradients that have not been sent yet, and is dealt out
-anew by the ranks' weights; the rest begins anew, from z (FROM_Z) or 0 (ZERO), so that
-sum_i P_i v_i = 0. Z has what was in flight between the nodes.
-
-The third says what becomes of it when channels leave: vectors of PARAMETERS are cut, STATISTICS
-too, a MESSAGE is compact already; what has no size of the network's (ITSELF) stays.
+of channels are loops over the table of `lasting`; `core/memory.py` says what a declaration means.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,13 +19,24 @@ from prunex_mpi.comm.collectives import allreduce_, broadcast_tensor_
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.admm import update_rho2
-from prunex_mpi.core.evaluation import BEST, BEST_STATS, EMA, EMA_STATS
 from prunex_mpi.core.exchange import arrive_
+from prunex_mpi.core.memory import (
+    ALL,
+    FIRST,
+    FROM_Z,
+    MEAN,
+    MESSAGE,
+    NODE,
+    PARAMETERS,
+    RANK,
+    STATISTICS,
+    SUM,
+    TOTAL,
+    ZERO,
+    Declared,
+    Lasting,
+)
 from prunex_mpi.core.state import (
-    EACH,
-    KNOWN,
-    OWN,
-    SUM_OF,
     RunContext,
     State,
     begin_iteration,
@@ -51,16 +47,9 @@ from prunex_mpi.core.state import (
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import trained_parameters
 
-RANK, NODE, ALL = "rank", "node", "all"
-FIRST, MEAN, SUM, FROM_Z, ZERO = "first", "mean", "sum", "from z", "zero"
-PARAMETERS, STATISTICS, MESSAGE, ITSELF = "parameters", "statistics", "message", "itself"
-BUFFER, FIXED = "buffer.", "fixed."
+# How names of tensors begin that are the optimizer's, the memory's or the model's own.
+OPTIMIZER, MEMORY, BUFFER, FIXED = "optimizer.", "memory.", "buffer.", "fixed."
 MASK = "mask"
-# Of memory beside the methods'.
-CUT_OF = {
-    **dict.fromkeys((KNOWN, EMA_STATS, BEST_STATS), STATISTICS),
-    **dict.fromkeys((EMA, BEST), PARAMETERS),
-}
 
 Tensors = dict[str, Tensor]
 Numbers = dict[str, Any]
@@ -68,26 +57,13 @@ Numbers = dict[str, Any]
 Parts = Callable[[], Iterator[tuple[Tensors, Numbers]]]
 
 
-class Lasting(NamedTuple):
-    """A tensor, no copy: who owns it, what becomes of it elsewhere and when channels leave."""
-
-    tensor: Tensor
-    owner: str
-    elsewhere: str
-    cut: str = ITSELF
-
-    def is_written(self, leader: bool, first: bool) -> bool:
-        """Return whether a `leader`, the `first` of all ranks or another one writes it."""
-        return first or self.owner == RANK or (self.owner == NODE and leader)
-
-
 def lasting(
     state: State, model: nn.Module, *, retired: bool | None = None, in_flight: bool | None = None
-) -> dict[str, Lasting]:
+) -> Declared:
     """Return the table: of the state as it is, or as it would be with duals that are `retired`.
 
-    The same of what is `in_flight` between the nodes. The mask, which says what the others are of,
-    stands apart.
+    The same of what is `in_flight` between the nodes. The mask is not in it, which says what the
+    others are of.
     """
     retired = state.consensus_sgd if retired is None else retired
     in_flight = bool(state.position.under_way) if in_flight is None else in_flight
@@ -102,19 +78,16 @@ def lasting(
         table["u"] = Lasting(state.u, RANK, ZERO, PARAMETERS)
         table["v"] = Lasting(state.v, NODE, ZERO, PARAMETERS)
     for name, moment in state.optimizer.moments.items():
-        table[name] = Lasting(moment, RANK, MEAN, PARAMETERS)
+        table[f"{OPTIMIZER}{name}"] = Lasting(moment, RANK, MEAN, PARAMETERS)
     for name, number in state.optimizer.numbers.items():
-        table[name] = Lasting(number, RANK, MEAN)
+        table[f"{OPTIMIZER}{name}"] = Lasting(number, RANK, MEAN)
     if state.message.residual is not None:
         table["residual"] = Lasting(state.message.residual, RANK, SUM, MESSAGE)
     if in_flight:
         # Statistics that were offered with it.
         table["stats"] = Lasting(state.stats, RANK, FIRST, STATISTICS)
         table["message"] = Lasting(state.message.buffer, ALL, FIRST, MESSAGE)
-    for name, tensor in state.memory.items():
-        kind = (RANK, SUM) if name.startswith(OWN) else (ALL, FIRST)
-        kind = (RANK, MEAN) if name.startswith(EACH) else kind
-        table[name] = Lasting(tensor, *kind, CUT_OF.get(name, ITSELF))
+    table |= {f"{MEMORY}{name}": entry for name, entry in state.memory.items()}
     # Of BatchNorm statistics elsewhere the mean over all data, see `put_elsewhere`.
     for name, buffer in model.named_buffers():
         table[f"{BUFFER}{name}"] = Lasting(buffer.detach(), RANK, FIRST)
@@ -199,11 +172,11 @@ def put_exact(topology: Topology, tensors: Tensors, numbers: Numbers, context: R
         state.scaler.load_state_dict(numbers["scaler"])
 
 
-def put_elsewhere(topology: Topology, parts: Parts, ranks: int, context: RunContext) -> Numbers:
+def put_elsewhere(topology: Topology, parts: Parts, context: RunContext) -> Numbers:
     """Restore what ranks on other nodes have in common; return the first rank's numbers.
 
-    There were as many `ranks` before; those that are left are dealt out as `parts`, which each
-    rank reads. The outer iteration under way begins anew. Collective on `world` and `node`.
+    What those have written who are left is dealt out as `parts`, which each rank reads. The outer
+    iteration under way begins anew. Collective on `world` and `node`.
     """
     world, settings, transport = topology.world, context.settings, context.transport
     state, model = context.state, context.problem.model
@@ -237,24 +210,20 @@ def put_elsewhere(topology: Topology, parts: Parts, ranks: int, context: RunCont
     put_position(state.position, numbers["position"])
     _put_mask(world, first, numbers, state)
     weight = worker_weight(topology, every_rank_sends(settings))
-    left = {}
+    totals = {f"{MEMORY}{e.of}": e.tensor for e in table.values() if e.elsewhere == TOTAL}
     for name, entry in summed.items():
         allreduce_(world, entry.tensor.view(-1), transport)
+        if name in totals:
+            totals[name].copy_(entry.tensor)
         if entry.elsewhere == MEAN:
             entry.tensor.div_(given[0])
-            continue
-        if (whole := f"{SUM_OF}{name.removeprefix(OWN)}s") in state.memory:
-            left[whole] = entry.tensor.clone()
-        entry.tensor.mul_(weight)
+        else:
+            entry.tensor.mul_(weight)
     for name, entry in lasting(state, model).items():
-        if entry.elsewhere == FIRST:
-            if name in first:
+        if entry.elsewhere in (FIRST, TOTAL):
+            if entry.elsewhere == FIRST and name in first:
                 entry.tensor.copy_(first[name])
             broadcast_tensor_(world, entry.tensor, transport)
-    if given[0] < ranks:
-        # Of those who are left.
-        for name, total in left.items():
-            state.memory[name].copy_(total)
     state.u.zero_()
     state.v.zero_()
     _let_arrive_(state, context)

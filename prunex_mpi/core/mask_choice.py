@@ -21,7 +21,8 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.comm.wire import Wire
-from prunex_mpi.core.state import EACH, RunContext, State
+from prunex_mpi.core.memory import MEAN, RANK, Declared, Lasting
+from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.pruning.groups import Selection
 from prunex_mpi.pruning.masks import build_factors
 from prunex_mpi.pruning.projection import gate_gradients, group_energies, select
@@ -84,14 +85,14 @@ def _energies_left(
 
 
 # The sum of squared gate gradients, one per group.
-SENSITIVITY = f"{EACH}sensitivity"
+SENSITIVITY = "sensitivity"
 
 
-def memory_of_scores(settings: Settings, state: State) -> dict[str, Tensor]:
+def memory_of_scores(settings: Settings, state: State) -> Declared:
     """Allocate what gradients are added up in, where the score looks at them."""
     if not settings.method.prunes_groups or settings.score == "magnitude":
         return {}
-    return {SENSITIVITY: state.theta.new_zeros(state.groups.total)}
+    return {SENSITIVITY: Lasting(state.theta.new_zeros(state.groups.total), RANK, MEAN)}
 
 
 def watch_(context: RunContext) -> None:

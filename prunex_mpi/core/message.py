@@ -75,12 +75,17 @@ class Message:
         room = whole_blocks(parameters) + whole_blocks(statistics)
         self.buffer = self.buffer.new_zeros(room)
 
-    def follow_(self, plan: Plan, stats_kept: Tensor, spare: Tensor | None) -> None:
-        """Let others travel; with a `spare` vector the residual of parameters that stay stays."""
-        if self.residual is not None and spare is not None:
-            unpack_(self.residual, self.plan, spare)
+    def follow_(self, plan: Plan, stats_kept: Tensor, residual_follows: bool) -> None:
+        """Let other parameters and statistics travel; the residual may follow to their order.
+
+        Nothing may be in `buffer` then, whose memory is used.
+        """
+        if self.residual is not None and residual_follows:
+            by_place = self.buffer[: self.numel]
+            unpack_(self.residual, self.plan, by_place)
             self.residual.zero_()
-            pack_(spare, plan, self.residual)
+            pack_(by_place, plan, self.residual)
+            self.buffer.zero_()
         self.plan, self.stats_kept, self.agreed = plan, stats_kept, False
         self._fragments = ()
 

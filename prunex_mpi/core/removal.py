@@ -15,15 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.comm.gradients import GradientAverager
-from prunex_mpi.core.evaluation import (
-    BEST,
-    BEST_MASK,
-    BEST_STATS,
-    memory_of_best,
-    memory_of_ema,
-)
-from prunex_mpi.core.lasting import BUFFER, FIXED, MESSAGE, PARAMETERS, STATISTICS, lasting
-from prunex_mpi.core.mask_choice import memory_of_scores
+from prunex_mpi.core.evaluation import BEST, BEST_MASK, BEST_STATS
+from prunex_mpi.core.lasting import BUFFER, FIXED, MEMORY, OPTIMIZER, lasting
+from prunex_mpi.core.memory import ITSELF, MESSAGE, PARAMETERS, STATISTICS
 from prunex_mpi.core.state import RunContext, State, build_state
 from prunex_mpi.models.layout import build_layout, trained_parameters
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
@@ -43,7 +37,7 @@ def remove_dropped_(context: RunContext, averager: GradientAverager | None) -> N
     staying = _staying(state, model, mask)
     state.mask = replace(state.mask, bits=np.ones_like(mask))
     remove_(state, model, ~mask, settings)
-    if BEST in staying:
+    if f"{MEMORY}{BEST}" in staying:
         state.position.best = best
     table = lasting(state, model)
     for name, values in staying.items():
@@ -86,12 +80,12 @@ def resize_to_(state: State, model: nn.Module, mask: np.ndarray, settings: Setti
 def _staying(state: State, model: nn.Module, mask: np.ndarray) -> dict[str, Tensor]:
     """Return what stays under `mask` of what neither model nor optimizer hold, by its name."""
     found, coupling = {}, state.groups.coupling
-    elsewhere = {"theta", *state.optimizer.tensors()}
+    other = ["theta"]
     # Of the best z no mask but its own says what of it stays.
     if BEST in state.memory and not torch.equal(state.memory[BEST_MASK], torch.from_numpy(mask)):
-        elsewhere |= {BEST, BEST_STATS, BEST_MASK}
+        other += [f"{MEMORY}{name}" for name in (BEST, BEST_STATS, BEST_MASK)]
     for name, entry in lasting(state, model).items():
-        if name in elsewhere or name.startswith((BUFFER, FIXED)):
+        if name in other or name.startswith((OPTIMIZER, BUFFER, FIXED)):
             continue
         values = entry.tensor
         if entry.cut == PARAMETERS:
@@ -119,9 +113,14 @@ def _rebuild_(
     layout, optimizer = build_layout(model), state.optimizer
     new = build_state(model, layout, state.groups, settings, state.whole, optimizer)
     optimizer.follow_(model, layout, moments)
-    # The best z so far was of another size, and so were those of the average.
-    new.memory = {**state.memory, **new.memory, **memory_of_scores(settings, new)}
-    new.memory |= memory_of_best(settings, new) | memory_of_ema(settings, new)
+    sizes_of = {PARAMETERS: layout.numel, STATISTICS: new.stats.numel()}
+    for name, entry in state.memory.items():
+        if name not in new.memory:
+            tensor = entry.tensor
+            if entry.cut != ITSELF:
+                tensor = tensor.new_zeros(sizes_of[entry.cut])
+            new.memory.declare({name: entry._replace(tensor=tensor)})
+    # The best z so far was of another size.
     state.position.best = []
     same = ("position", "scaler", "rho1", "rho2", "frozen", "consensus_sgd", "alone", "losses")
     for kept in same:

@@ -122,12 +122,6 @@ def rate_now(context: RunContext) -> float:
     return rate_at(settings, step, total) * problem.lr_scale
 
 
-def pruning_ends(settings: Settings) -> int:
-    """Return the outer iteration at whose end the masks become final, where that is known."""
-    once = settings.method.prunes_once
-    return settings.options.prune_iteration if once else settings.freeze_iteration
-
-
 def steps_taken(context: RunContext) -> int:
     """Return how many local steps of the run lie behind."""
     position = context.state.position
@@ -141,8 +135,7 @@ def local_steps(context: RunContext) -> int:
         return _interval_by_rate(context)
     if settings.method.quadratic_interval:
         return quadratic_steps(settings, context.problem.steps, position.steps_done)
-    frozen = settings.frozen_local_steps if context.state.frozen else 0
-    return frozen or context.problem.steps
+    return context.problem.steps
 
 
 def _interval_by_rate(context: RunContext) -> int:
@@ -188,23 +181,8 @@ def rounds_left(context: RunContext, most: int = 0) -> int:
 
 
 def total_steps(settings: Settings, steps: int) -> int:
-    """Return the local steps of a run with `steps` per outer iteration until pruning is done."""
-    outer, frozen = settings.outer_iterations, settings.frozen_local_steps
-    if not frozen:
-        return outer * steps
-    until = pruning_ends(settings)
-    return until * steps + (outer - until) * frozen
-
-
-def recount_steps_(position: Position, settings: Settings, before: int, now: int) -> None:
-    """Let the steps done be the same share of the run where outer iterations have `now` steps.
-
-    They had `before` on other nodes. Those after the freeze may have a number of their own.
-    """
-    done = position.steps_done
-    until = pruning_ends(settings) * before if settings.frozen_local_steps else done
-    by_epochs = min(done, until)
-    position.steps_done = round(by_epochs * now / before) + done - by_epochs
+    """Return the local steps of a run with `steps` per outer iteration."""
+    return settings.outer_iterations * steps
 
 
 def steps_behind(context: RunContext) -> int:

@@ -19,6 +19,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.losses import Loss, Teacher
+from prunex_mpi.core.memory import STATISTICS, Memory, common
 from prunex_mpi.core.message import Message
 from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
 from prunex_mpi.core.task import EVALUATION_BATCH, IMAGES, Reader, Stream, Task
@@ -122,18 +123,11 @@ def describe_whole(model: nn.Module, layout: Layout, groups: Groups, settings: S
     return Whole(layout, batchnorm.numel(batchnorm.find(model)), buffers, sizes)
 
 
-# `own.` tensors of a method's memory are each rank's: parts of a vector whose sum over all ranks is
-# what counts, such as the gradient that has not been sent yet; on other nodes the sum is dealt out
-# anew by the ranks' weights. `each.` tensors are what each rank has seen of what all look at, such
-# as squares of gradients: other nodes go on from their mean. `shared.` tensors are the same on all
-# ranks that use them; `shared.sum_of_xs` is the sum of the `own.x` of all workers who are left.
-OWN, EACH, SHARED = "own.", "each.", "shared."
-SUM_OF = f"{SHARED}sum_of_"
 # The BatchNorm means and variances that all ranks know, those of the last exchange, about which
 # they are averaged.
-KNOWN = f"{SHARED}known_statistics"
+KNOWN = "known_statistics"
 # Of methods that prune single weights and not groups: which are pruned, bool [numel].
-PRUNED = f"{SHARED}pruned"
+PRUNED = "pruned"
 
 
 @dataclass(frozen=True)
@@ -178,19 +172,17 @@ class Problem:
 class State:
     """Flat vectors of `layout` on one device, host arrays per layer, and the mask in force.
 
-    theta, grad, u, v, z_node, z and scratch hold `layout.numel` elements. `scratch` holds nothing
-    between phases, except that phase 2 lends its memory to z_tilde, which phase 3 takes over, and
-    that phase 4 leaves there what z was (`last_z`). `stats_groups` is the place in the mask of each
-    entry of `stats`, -1 for those that always travel; `message` owns what travels.
-    `consensus_sgd`: there are no duals; they are retired, since the masks are frozen and the
-    payload has shrunk to what travels, or the method has none. With `shrinks` off everything
-    travels, whatever the mask. `memory` is what the method remembers, by names that say whose a
-    tensor is (OWN, EACH, SHARED). `sound` has room for the statistics that a step in float16 began
-    with; `losses` are the sum and the count of this outer iteration's losses. A rank that is
-    `alone` has nothing to average statistics with. With `removes`, what the mask lacks has been
-    taken out of the network: `groups` and mask are those of the `whole` one, all else is of what is
-    left, which has the `sizes` where it is
-    smaller.
+    theta, grad, u, v, z_node, z and `scratch` hold `layout.numel` elements. `scratch` is
+    workspace: what a function leaves in it, it returns (the anchor of phase 1, z_tilde, the z
+    before an exchange). `stats` holds BatchNorm statistics; `stats_groups` is the place in the mask
+    of each, -1 for those that always travel. `message` owns what travels between nodes, `memory`
+    what methods, scores and evaluation remember. `consensus_sgd`: there are no duals, since the
+    method has none, or they are retired: the masks are frozen, and the message holds what is kept
+    alone. With `shrinks` off everything travels, whatever the mask. `sound`: the BatchNorm
+    statistics before a step in float16, which may overflow. `losses`: sum and count of this outer
+    iteration's losses. A rank that is `alone` is the only one. With `removes`, what the mask lacks
+    has been taken out of the network: `groups` and `mask` are still those of the `whole` one, all
+    else is of the smaller one, which has the `sizes`.
     """
 
     layout: Layout
@@ -211,7 +203,7 @@ class State:
     rho2: np.ndarray
     mask: Mask
     message: Message
-    memory: dict[str, Tensor]
+    memory: Memory
     whole: Whole
     shrinks: bool = True
     removes: bool = False
@@ -222,23 +214,6 @@ class State:
     sound: Tensor | None = None
     losses: Tensor | None = None
     alone: bool = False
-
-    # Names for memory that serves another purpose for a while, and only so long.
-
-    @property
-    def anchor(self) -> Tensor:
-        """`scratch` in phase 1 of methods with duals: z_i - u, [numel]."""
-        return self.scratch
-
-    @property
-    def last_z(self) -> Tensor:
-        """`scratch` from `take_over_` to the end of phase 4, and in the outer step: z before it."""
-        return self.scratch
-
-    @property
-    def spare(self) -> Tensor:
-        """The memory of `grad` in all phases but the first: room for any vector, [numel]."""
-        return self.grad
 
 
 @dataclass(frozen=True)
@@ -312,7 +287,7 @@ def build_state(
         rho2=np.full(layers, settings.rho2),
         mask=mask,
         message=Message(theta, plan, everything, quantised),
-        memory={KNOWN: stats.clone()},
+        memory=Memory({KNOWN: common(stats.clone(), STATISTICS)}),
         whole=whole or describe_whole(model, layout, groups, settings),
         position=Position(fresh_statistics=batchnorm.are_fresh(bn_modules)),
         shrinks=settings.method.nodes,
@@ -351,7 +326,7 @@ def kept_stats(mask: np.ndarray, stats_groups: np.ndarray) -> np.ndarray:
 def adopt_mask(state: State, bits: np.ndarray, residual_follows: bool = True) -> None:
     """Make the mask of `bits`, bool [groups], the one in force, and its kept slices what travels.
 
-    Uses `spare`, unless the residual of the message is set anew afterwards.
+    With `residual_follows` the message's residual is carried over to its new order.
     """
     if state.removes:
         # Nothing of what is left is masked.
@@ -361,7 +336,7 @@ def adopt_mask(state: State, bits: np.ndarray, residual_follows: bool = True) ->
     travels = bits if state.shrinks else np.ones_like(bits)
     kept = torch.from_numpy(kept_stats(travels, state.stats_groups)).to(state.stats.device)
     plan = build_plan(state.layout, state.groups, travels, state.theta.device)
-    state.message.follow_(plan, kept, state.spare if residual_follows else None)
+    state.message.follow_(plan, kept, residual_follows)
 
 
 def freeze(state: State, consensus_sgd: bool) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES
 from prunex_mpi.compress import sparse
+from prunex_mpi.core.memory import ALL, TOTAL, Declared, Lasting, residual
 from prunex_mpi.core.schedule import steps_taken
-from prunex_mpi.core.state import OWN, SUM_OF, State
+from prunex_mpi.core.state import State
 from prunex_mpi.core.sums import SparseParts
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
@@ -26,7 +27,7 @@ from prunex_mpi.settings.fields import Settings
 LEVELS = (0.01, 0.03, 0.1)
 # How good an estimate must be, as a share of the gradient's last change (squares).
 ZETA = 0.4
-ESTIMATE, LAST, SUM = f"{OWN}estimate", f"{OWN}last_gradient", f"{SUM_OF}estimates"
+ESTIMATE, LAST, SUM = "estimate", "last_gradient", "sum_of_estimates"
 
 
 class AdaCgd(Exchange):
@@ -46,10 +47,11 @@ class AdaCgd(Exchange):
         self.places = torch.empty_like(self.largest, dtype=torch.int64)
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate a worker's estimate and last gradient, and the sum of all workers' estimates."""
         sparse.check_positions(layout)
-        return {key: torch.zeros_like(theta) for key in (ESTIMATE, LAST, SUM)}
+        own = {key: residual(torch.zeros_like(theta)) for key in (ESTIMATE, LAST)}
+        return own | {SUM: Lasting(torch.zeros_like(theta), ALL, TOTAL, of=ESTIMATE)}
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the sum of the workers' mended estimates."""

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.base.logs import log
+from prunex_mpi.core.memory import Declared, common
 from prunex_mpi.core.metrics import prunable_and_kept
-from prunex_mpi.core.state import SHARED, State, adopt_mask, freeze
+from prunex_mpi.core.state import State, adopt_mask, freeze
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.compaction import pack_, unpack_
@@ -31,7 +32,7 @@ from prunex_mpi.pruning.projection import group_energies, select
 from prunex_mpi.settings.fields import Settings
 
 # The groups that are to stay, of which there are fewer than parameters; none before the choice.
-CHOSEN = f"{SHARED}chosen"
+CHOSEN = "chosen"
 
 
 class ClickTrain(Exchange):
@@ -47,9 +48,9 @@ class ClickTrain(Exchange):
         self.penalised = penalised(self.state)
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate room for the choice."""
-        return {CHOSEN: torch.zeros(layout.numel, dtype=torch.bool)}
+        return {CHOSEN: common(torch.zeros(layout.numel, dtype=torch.bool))}
 
     def add_penalty_(self, loss: Tensor) -> None:
         """Add the gradient of the penalty, between the choice and the pruning."""

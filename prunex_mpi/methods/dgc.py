@@ -13,17 +13,18 @@ from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES
 from prunex_mpi.compress import sparse, threshold
+from prunex_mpi.core.memory import Declared, common, residual
 from prunex_mpi.core.schedule import steps_taken, total_steps
-from prunex_mpi.core.state import OWN, SHARED, RunContext, State
+from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.core.sums import SparseParts
 from prunex_mpi.methods.exchange import RESIDUAL, Exchange
 from prunex_mpi.models.layout import Layout, pieces_of
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO
 
-MOMENTUM = f"{OWN}momentum"
+MOMENTUM = "worker_momentum"
 # The momentum of what is not accumulated on the workers: weight decay, and tensors sent whole.
-COMMON = f"{SHARED}momentum"
+COMMON = "common_momentum"
 # The warm-up by itself: the paper's, but no larger part of a shorter run than the 5 epochs of 200
 # that it is in the authors' code.
 WARMUP_EPOCHS, WARMUP_SHARE = 4, Fraction(1, 40)
@@ -51,10 +52,11 @@ class Dgc(Exchange):
         self.chosen = torch.empty_like(theta, dtype=torch.bool)
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate the accumulated momentum, what has not been sent, and the common momentum."""
         sparse.check_positions(layout)
-        return {key: torch.zeros_like(theta) for key in (MOMENTUM, RESIDUAL, COMMON)}
+        own = {key: residual(torch.zeros_like(theta)) for key in (MOMENTUM, RESIDUAL)}
+        return own | {COMMON: common(torch.zeros_like(theta))}
 
     def exchange_(self, flat: Tensor) -> None:
         """Send the largest momentum; set the gradient to the sum of all."""

@@ -9,12 +9,13 @@ allocates. The base sums gradients as they are; a method overrides what it does 
 from torch import Tensor
 
 from prunex_mpi.comm.wire import Wires
-from prunex_mpi.core.state import OWN, RunContext, State
+from prunex_mpi.core.memory import Declared
+from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
 # Where methods keep what they have not sent yet, for a later step.
-RESIDUAL = f"{OWN}residual"
+RESIDUAL = "residual"
 
 
 class Exchange:
@@ -44,11 +45,10 @@ class Exchange:
     # Before there are communicators ---------------------------------------------------------------
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
-        """Allocate what one step hands to the next; checkpoints hold it. Raises UserError.
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
+        """Allocate and declare what one step hands to the next, all that a checkpoint holds of it.
 
-        Names begin with OWN, EACH or SHARED (`core/state.py`). `own.` tensors have theta's dtype
-        and device, `shared.` tensors any; all are contiguous.
+        Raises UserError.
         """
         return {}
 
@@ -97,3 +97,10 @@ class Exchange:
         Then this exchange is of no use any more, either. May be collective on `world`.
         """
         return False
+
+
+class Dense(Exchange):
+    """Leave the mean gradient, as it is, to the driver: synchronous SGD."""
+
+    OPERATIONS = (("gradient", "workers", "Allreduce SUM", "dense, overlapped with backward"),)
+    plain_mean = True

@@ -1,23 +1,20 @@
 """Which exchange a method has, and what is asked of any method before it trains."""
 
-from torch import Tensor
-
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.exchange import outer_memory
 from prunex_mpi.core.mask_choice import memory_of_scores
+from prunex_mpi.core.memory import Declared
 from prunex_mpi.core.state import State
 from prunex_mpi.methods.adacgd import AdaCgd
 from prunex_mpi.methods.clicktrain import ClickTrain
-from prunex_mpi.methods.dense import Dense
 from prunex_mpi.methods.dgc import Dgc
-from prunex_mpi.methods.embrace import EmbRace
-from prunex_mpi.methods.exchange import Exchange
+from prunex_mpi.methods.embeddings import EmbRace, Parallax
+from prunex_mpi.methods.exchange import Dense, Exchange
 from prunex_mpi.methods.gossip import Gossip
 from prunex_mpi.methods.half import Bf16, Fp16
 from prunex_mpi.methods.lion import Lion
 from prunex_mpi.methods.omnireduce import OmniReduce
 from prunex_mpi.methods.pactrain import PacTrain
-from prunex_mpi.methods.parallax import Parallax
 from prunex_mpi.methods.powersgd import PowerSgd
 from prunex_mpi.methods.prunetrain import PruneTrain
 from prunex_mpi.methods.spardl import SparDl
@@ -62,7 +59,7 @@ def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], ro
     return counted["mask"] + own
 
 
-def memory_of(settings: Settings, state: State) -> dict[str, Tensor]:
+def memory_of(settings: Settings, state: State) -> Declared:
     """Allocate what the method and its scores remember, as it is before the first step."""
     scores, theta = memory_of_scores(settings, state), state.theta
     if settings.method.outer_step:

@@ -17,8 +17,9 @@ Phases and names are those of `hsadmm.py`; z_i is z, and v is zero throughout.
 """
 
 import numpy as np
+from torch import Tensor
 
-from prunex_mpi.comm.wire import Wires
+from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core import admm
 from prunex_mpi.core.exchange import exchange_, take_over_
 from prunex_mpi.core.loop import Round, phase
@@ -40,18 +41,18 @@ def agree_on_z(
     """
     state, settings = context.state, context.settings
     with phase(context, this, "inter"):
-        sum_candidates_(wires, state, settings)
+        last_z = sum_candidates_(wires, state, settings)
     with phase(context, this, "project"):
-        moved = project_(wires, state, settings, stage)
+        moved = project_(wires.workers, state, stage, last_z)
         if stage.freeze:
             freeze(state, settings.after_freeze == "local-sgd")
     return moved, None if moved is None else np.zeros_like(moved)
 
 
-def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
+def sum_candidates_(wires: Wires, state: State, settings: Settings) -> Tensor:
     """Set z to z~, dense, by the theta + u and the BatchNorm statistics of all ranks.
 
-    Until the masks are frozen nothing is masked. What z was before is `last_z`. Collective on
+    Until the masks are frozen nothing is masked. Returns what z was before. Collective on
     `leader.comm`, which holds all ranks.
     """
     batchnorm.read_(state.bn_modules, state.stats, state.memory[KNOWN])
@@ -60,18 +61,18 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> None:
     state.z_node, state.scratch = candidate, state.z_node
     whole = state.message.fragment()
     exchange_(wires, state, settings.payload, whole)
-    take_over_(state, settings, whole, state.position.iteration)
+    last_z = take_over_(state, settings, whole, state.position.iteration)
     if not state.consensus_sgd and settings.weight_decay_in == "z":
         decay = admm.decay_of_layers(settings, state.layout)
         scale_(state.z, state.layout, state.rho1 / (decay + state.rho1))
+    return last_z
 
 
-def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np.ndarray | None:
+def project_(workers: Wire, state: State, stage: Stage, last_z: Tensor) -> np.ndarray | None:
     """Project z~, in z, on the sparsity; return |z^{k+1} - z^k|^2 per layer where it is measured.
 
-    World rank 0 decides on the mask. Collective on `leader.comm`, which holds all ranks.
+    World rank 0 decides on the mask. Collective on `workers.comm`, which holds all ranks.
     """
-    workers = wires.workers
     mask = state.mask.bits
     if stage.choose:
         if workers.comm.rank == 0:
@@ -81,6 +82,6 @@ def project_(wires: Wires, state: State, settings: Settings, stage: Stage) -> np
         state.mask.apply_(state.z)
     moved = None
     if stage.measured:
-        moved = squared_distances(state.z, state.last_z, state.layout)
+        moved = squared_distances(state.z, last_z, state.layout)
     state.z_node.copy_(state.z)
     return moved

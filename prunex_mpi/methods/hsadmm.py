@@ -164,8 +164,7 @@ def local_computation(
             steps.start_(context)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     state.optimizer.set_decay_(settings.weight_decay if in_theta else 0.0)
-    if not state.consensus_sgd:
-        admm.set_anchor_(state)
+    anchor = None if state.consensus_sgd else admm.find_anchor(state)
     mask_grad_ = mask_weights_ = None
     if state.frozen:
         mask_grad_ = state.mask.applying(state.grad)
@@ -180,6 +179,7 @@ def local_computation(
         context.heartbeat.beat(position.step)
         if position.under_way and position.step >= exchange.arrival_step(context):
             z_arrives(context)
+            anchor = None if state.consensus_sgd else admm.find_anchor(state)
         steps.begin_step_(state)
         loss = yield averager
         steps.finish_average_(context, averager)
@@ -188,8 +188,8 @@ def local_computation(
         if mask_grad_ and settings.clip_grad:
             mask_grad_()
         steps.clip_(context)
-        if not state.consensus_sgd:
-            admm.add_pull_(state)
+        if anchor is not None:
+            admm.add_pull_(state, anchor)
         if mask_grad_:
             mask_grad_()
         steps.step_optimizer_(context)
@@ -237,7 +237,7 @@ def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
 
     Else the leader's theta and u become everyone's. Collective on `node.comm`.
     """
-    if node.comm.size == 1 or alike.holds_alike(node, state, state.scratch, state.spare):
+    if node.comm.size == 1 or alike.holds_alike(node, state, state.scratch):
         return
     alike.take_first_(node, state, "of a node")
     admm.weigh_candidate(state, decay, 1)
@@ -310,8 +310,9 @@ def inter_node_consensus(
     exchange.exchange_(wires, state, settings.payload, whole, context.behind if behind else None)
     if behind:
         return None
-    exchange.take_over_(state, settings, whole, state.position.iteration, freezes=stage.freeze)
-    return squared_distances(state.z, state.last_z, state.layout) if stage.measured else None
+    k = state.position.iteration
+    last_z = exchange.take_over_(state, settings, whole, k, freezes=stage.freeze)
+    return squared_distances(state.z, last_z, state.layout) if stage.measured else None
 
 
 def z_arrives(context: RunContext) -> None:
@@ -327,7 +328,6 @@ def z_arrives(context: RunContext) -> None:
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
         admm.update_rho2(state, settings)
-        admm.set_anchor_(state)
     state.position.under_way = ""
     clock.behind += now(state.theta.device) - started
 

@@ -13,14 +13,14 @@ worker has one vote, whatever the number of its ranks.
 import torch
 from torch import Tensor
 
+from prunex_mpi.core.memory import Declared, residual
 from prunex_mpi.core.schedule import steps_taken
-from prunex_mpi.core.state import OWN
 from prunex_mpi.core.sums import Counts, bytes_handed_over
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
-MOMENTUM = f"{OWN}momentum"
+MOMENTUM = "worker_momentum"
 UP = 1
 # Weight of the momentum in a vote, and its decay.
 BETA1, BETA2 = 0.9, 0.99
@@ -39,9 +39,9 @@ class Lion(Exchange):
         self.votes = Counts(self.wire, self.state.theta, UP, bits_down(self.wire.comm.size))
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate each worker's momentum."""
-        return {MOMENTUM: torch.zeros_like(theta)}
+        return {MOMENTUM: residual(torch.zeros_like(theta))}
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the outcome of the vote: -1, 1, or 0 for a tie."""

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from prunex_mpi.compress import low_rank
 from prunex_mpi.compress.sparse import move_whole_, put_whole_
-from prunex_mpi.core.state import SHARED
+from prunex_mpi.core.memory import Declared, common, residual
 from prunex_mpi.methods.exchange import RESIDUAL, Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
 # What a step starts from.
-RIGHT_FACTORS = f"{SHARED}right_factors"
+RIGHT_FACTORS = "right_factors"
 
 
 class PowerSgd(Exchange):
@@ -33,11 +33,11 @@ class PowerSgd(Exchange):
         self.whole = self.state.theta.new_empty(self.split.whole_numel)
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate what has not been sent yet, and the right factors."""
         split = low_rank.split_layout(layout, settings.options.rank)
         right = low_rank.new_right_factors(split, settings.seed, theta)
-        return {RESIDUAL: torch.zeros_like(theta), RIGHT_FACTORS: right}
+        return {RESIDUAL: residual(torch.zeros_like(theta)), RIGHT_FACTORS: common(right)}
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the low-rank part of the sum of residual + gradient.

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.core.memory import Declared, common
 from prunex_mpi.core.removal import remove_
-from prunex_mpi.core.state import SHARED
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning import lasso
 from prunex_mpi.settings.fields import Settings
 
-COEFFICIENT = f"{SHARED}lasso_coefficient"
+COEFFICIENT = "lasso_coefficient"
 
 
 class PruneTrain(Exchange):
@@ -36,9 +36,9 @@ class PruneTrain(Exchange):
         self.penalty = lasso.one_group_per_layer(self.channels)
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate the coefficient of the penalty."""
-        return {COEFFICIENT: torch.zeros(1, dtype=torch.float64, device=theta.device)}
+        return {COEFFICIENT: common(torch.zeros(1, dtype=torch.float64, device=theta.device))}
 
     def add_penalty_(self, loss: Tensor) -> None:
         """Add the (scaled) gradient of the penalty.

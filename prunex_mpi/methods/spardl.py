@@ -27,7 +27,8 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.compress import sparse
-from prunex_mpi.core.state import EACH, State
+from prunex_mpi.core.memory import MEAN, RANK, Declared, Lasting, residual
+from prunex_mpi.core.state import State
 from prunex_mpi.methods.exchange import RESIDUAL, Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -35,7 +36,7 @@ from prunex_mpi.settings.fields import Settings
 # With teams: h, by how much it changes next, and whether that has been right once. Zeros are how
 # it begins; other nodes go on from the means, too low where followers have zeros until it has
 # adapted.
-ADAPTED = f"{EACH}elements_between_teams"
+ADAPTED = "elements_between_teams"
 # The position of a place that is none, of what fills up a message.
 NOWHERE = torch.iinfo(torch.int32).max
 
@@ -77,12 +78,12 @@ class SparDl(Exchange):
             )
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate what has not been sent yet and, with teams, how much travels between them."""
         sparse.check_positions(layout)
-        kept = {RESIDUAL: torch.zeros_like(theta)}
+        kept = {RESIDUAL: residual(torch.zeros_like(theta))}
         if settings.options.teams > 1:
-            kept[ADAPTED] = theta.new_zeros(3, dtype=torch.float64)
+            kept[ADAPTED] = Lasting(theta.new_zeros(3, dtype=torch.float64), RANK, MEAN)
         return kept
 
     def exchange_(self, flat: Tensor) -> None:

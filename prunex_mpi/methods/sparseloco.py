@@ -20,13 +20,14 @@ from prunex_mpi.compress.chunks import (
     message_bytes,
     position_bytes,
 )
-from prunex_mpi.core.state import KNOWN, OWN, State
+from prunex_mpi.core.memory import Declared, residual
+from prunex_mpi.core.state import KNOWN, State
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
-NOT_SENT = f"{OWN}error_feedback"
+NOT_SENT = "error_feedback"
 ERROR_DECAY = 0.95  # the authors' beta
 STATISTICS = torch.bfloat16
 
@@ -52,9 +53,9 @@ class SparseLoco(Exchange):
         self.everyone = torch.zeros(shape, dtype=torch.uint8, device=state.theta.device)
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate what has not been sent yet: the leader's, and zero on the other ranks."""
-        return {NOT_SENT: torch.zeros_like(theta)}
+        return {NOT_SENT: residual(torch.zeros_like(theta))}
 
     def exchange_(self, flat: Tensor) -> None:
         """Move z, `flat`, and the statistics by what all leaders send; z_i must be the node's mean.

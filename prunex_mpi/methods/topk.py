@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.compress import sparse
+from prunex_mpi.core.memory import Declared, residual
 from prunex_mpi.core.state import State
 from prunex_mpi.core.sums import EqualParts
 from prunex_mpi.methods.exchange import RESIDUAL, Exchange
@@ -25,10 +26,10 @@ class TopK(Exchange):
         self.sent = EqualParts(self.wire, values, torch.empty_like(values, dtype=torch.int32))
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> dict[str, Tensor]:
+    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate what has not been sent yet."""
         sparse.check_positions(layout)
-        return {RESIDUAL: torch.zeros_like(theta)}
+        return {RESIDUAL: residual(torch.zeros_like(theta))}
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the sum of what the workers send; the rest is the new residual."""

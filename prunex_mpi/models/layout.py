@@ -198,18 +198,17 @@ def scale_(flat: Tensor, layout: Layout, factors: np.ndarray) -> None:
         torch._foreach_mul_(layout.views(flat), factor.tolist())
 
 
-def bits_digest(flat: Tensor, spare: Tensor) -> int:
-    """Return 64 bits that differ when `flat` differs in any bit; `spare`, as long, is overwritten.
+def bits_digest(flat: Tensor) -> int:
+    """Return 64 bits that differ when `flat` differs in any bit.
 
     Words and their squares are summed modulo 2^64.
     """
-    words, squares = (t[: t.numel() // 2 * 2].view(torch.int64) for t in (flat, spare))
+    words = flat[: flat.numel() // 2 * 2].view(torch.int64)
     if flat.device.type == "cpu":
         array = words.numpy()
         sums = int(array.sum()), int(np.dot(array, array))
     else:
-        torch.mul(words, words, out=squares)
-        sums = int(words.sum()), int(squares.sum())
+        sums = int(words.sum()), int((words * words).sum())
     # An odd last element is in no word.
     last = int.from_bytes(bytes(flat[-1:].view(torch.uint8).tolist()), "little")
     return (sums[0] * DIGEST_FACTOR + sums[1] + last) % 2**64

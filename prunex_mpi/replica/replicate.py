@@ -18,14 +18,14 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import require_same, run_collectively
 from prunex_mpi.comm.async_exchange import exchanging_behind
 from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, broadcast_weights_, build_transport
-from prunex_mpi.comm.lockstep import Lockstep
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import statistics_of_z
-from prunex_mpi.core.grouping import choose_rules, make_groups
+from prunex_mpi.core.grouping import choose_rules, log_unpruned, make_groups
 from prunex_mpi.core.optimizer import OptimizerMemory
 from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import Problem, RunContext, State, build_state, weights
@@ -38,7 +38,7 @@ from prunex_mpi.models.standalone import fill_, resize_
 from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
 from prunex_mpi.replica import saving
 from prunex_mpi.replica.asked import settings_of
-from prunex_mpi.replica.ending import end_all_on_exceptions, leave_at_exit
+from prunex_mpi.replica.ending import Lockstep, end_all_on_exceptions, leave_at_exit
 from prunex_mpi.settings.fields import Settings
 
 # Of records: what the program's evaluations find.
@@ -79,8 +79,9 @@ def replicate(
     those to begin with. `example`, a batch as the model takes it (a tensor, or tensors by name or
     place), is needed to prune. `calibrate` are batches to estimate BatchNorm statistics on, with
     `bn="recalibrate"`. With a `scaler` the loss is scaled before backward; the replica unscales.
-    `steps_per_epoch` is for schedules in epochs, by default `local_steps`. Raises UserError on
-    every rank. Collective on `comm`.
+    `steps_per_epoch` is for schedules in epochs, by default `local_steps`. Without OMP_NUM_THREADS
+    torch gets as many threads as this rank has cores of its own. Which channels stay unpruned, and
+    why, is logged (`logging.INFO`) by rank 0. Raises UserError on every rank. Collective on `comm`.
     """
     if not isinstance(comm, MPI.Comm):
         raise UserError(f"the first argument of replicate is a communicator, not {type(comm)}")
@@ -97,11 +98,14 @@ def replicate(
     with ExitStack() as exits:
         ranks_per_node = 1 if resolved.method.flat else resolved.ranks_per_node
         topology = exits.enter_context(nodes_of(comm, ranks_per_node, None, resolved.rack_of))
-        set_threads(topology.core_sharers, topology.host_size)
+        threads = set_threads(topology.core_sharers, topology.host_size)
         feed = Calibration(calibrate, steps_per_epoch or resolved.local_steps)
         context = _assemble(topology, model, optimizer, resolved, example, feed, scaler)
         behind = exchanging_behind(topology, resolved.overlap_steps > 0, context.transport)
         context = replace(context, behind=exits.enter_context(behind))
+        if comm.rank == 0:
+            log.info("torch computes with %d threads on rank 0", threads)
+            log_unpruned(resolved, context.state.groups, context.state.layout.numel)
         # All that was made is the replica's from here on.
         return Replica(topology, model, context, exits.pop_all())
 
@@ -132,7 +136,7 @@ def _assemble(
         groups = make_groups(settings, followed, layout, inputs, rules)
         memory = OptimizerMemory(optimizer, read, layout, given=True)
         state = build_state(read, layout, groups, settings, optimizer=memory)
-        state.memory |= memory_of(settings, state)
+        state.memory.declare(memory_of(settings, state))
         return read, state
 
     read, state = run_collectively(world, build)
@@ -169,9 +173,10 @@ def _transport(model: nn.Module, settings: Settings) -> Transport:
 class Replica:
     """A model that ranks train together; between two steps it holds this rank's theta.
 
-    `records` holds what metrics.jsonl would of each outer iteration so far. `done` says that the
-    run has had its length, `exchanged` that the last step ended an outer iteration. `optimizer` is
-    one whose `step()` is this replica's, for loops that call it themselves.
+    `records` holds what metrics.jsonl would of each outer iteration so far; "train_loss" is None
+    where `step` was not given its last loss. `done` says that the run has had its length,
+    `exchanged` that the last step ended an outer iteration. `optimizer` is one whose `step()` is
+    this replica's, for loops that call it themselves.
     """
 
     def __init__(
@@ -182,7 +187,7 @@ class Replica:
         self._topology, self._context, self._exits = topology, context, exits
         self._lockstep = exits.enter_context(closing(Lockstep(topology.world)))
         self._taken = context.state.optimizer.optimizer
-        self._in_step = self._announced = False
+        self._in_step = self._announced = self._has_stepped = False
         handle = self._taken.register_step_pre_hook(self._refuse_foreign_step)
         exits.callback(handle.remove)
         self.optimizer = SteppedOptimizer(self)
@@ -198,9 +203,9 @@ class Replica:
         """Average, step the optimizer, exchange when due, from the gradients in the model.
 
         Those of one backward pass or of several; they are zero afterwards. `loss` is for the
-        records. Clip before it what is this rank's alone; `clip_grad=` clips what is averaged.
-        Raises UserError after the last step, and where another rank has left its loop. Collective
-        on `comm`.
+        records alone. Clip before it what is this rank's alone; `clip_grad=` clips what is
+        averaged. Raises UserError after the last step, without a backward pass since the one
+        before, and where another rank has left its loop. Collective on `comm`.
         """
         if self.done or not self._open:
             total = self._context.settings.outer_iterations * self._context.problem.steps
@@ -209,7 +214,12 @@ class Replica:
                 "the loop where replica.done, or give more outer_iterations"
             )
         self._lockstep.enter()
-        self._collect_gradients()
+        if self._has_stepped:
+            self._collect_gradients()
+        else:
+            # A loop that lacks the backward pass lacks it here, on all ranks.
+            run_collectively(self._topology.world, self._collect_gradients)
+        self._has_stepped = True
         mean = loss if isinstance(loss, Tensor) else torch.tensor(float(loss or 0.0))
         before = len(self.records)
         self._resume(mean.detach().to(self._context.state.theta.device))
@@ -243,13 +253,19 @@ class Replica:
             self.records.append(kept)
             record = self._stepper.resume(None)
         self._in_step = self._announced = False
+        self._untouched = self._context.state.grad._version
         self.done = self._stepper.ended
         for module, training in modes:
             module.training = training
 
     def _collect_gradients(self) -> None:
-        """Bring gradients that autograd has put elsewhere into the flat one."""
+        """Bring gradients that autograd has put elsewhere into the flat one.
+
+        Raises UserError where no gradient has been written since the last step.
+        """
         state = self._context.state
+        # Views share their version with the whole, which backward raises, as zero_grad does.
+        written = state.grad._version > self._untouched
         parameters = trained_parameters(self._context.problem.model).values()
         for parameter, view in zip(parameters, state.layout.views(state.grad), strict=True):
             grad = parameter.grad
@@ -264,7 +280,13 @@ class Replica:
                 view.zero_()
             else:
                 view.copy_(grad)
+                written = True
             parameter.grad = view
+        if not written:
+            raise UserError(
+                "step() without a backward pass since the last one; call loss.backward() before "
+                "it, or zero_grad(set_to_none=False) where this rank has no batch"
+            )
 
     def _refuse_foreign_step(self, *_: Any) -> None:
         if not self._in_step:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.files import FORMAT
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import to_toml
@@ -20,19 +21,22 @@ from prunex_mpi.core.removal import fit_network, left_of
 from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.settings.fields import Settings
 
-KINDS = {"ranks": list, "settings": str, "tensors": dict, "numbers": dict, "optimizer": dict}
+KINDS = {
+    **{"format": int, "ranks": list, "settings": str},
+    **{"tensors": dict, "numbers": dict, "optimizer": dict},
+}
 
 
 def contents(topology: Topology, context: RunContext) -> dict[str, Any]:
     """Return what this rank has to keep, as copies on the CPU, numbers and text."""
     state, model = context.state, context.problem.model
     tensors, numbers = lasting.contents(topology, state, model)
-    for name in state.optimizer.tensors():
-        del tensors[name]
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(lasting.OPTIMIZER)}
     if state.position.step:
         sums = zip(("loss_sum", "loss_count"), state.losses.tolist(), strict=True)
         numbers["position"] |= dict(sums)
     return {
+        "format": FORMAT,
         "tensors": _copies(tensors),
         "numbers": numbers,
         "optimizer": _copies(state.optimizer.optimizer.state_dict()),
@@ -61,10 +65,12 @@ def check(
     That is the state of the rank that is `here`, of as many, or without it those of all ranks.
     """
     for number, one in enumerate(saved):
-        if not isinstance(one, dict) or any(
-            not isinstance(one.get(key), kind) for key, kind in KINDS.items()
+        if (
+            not isinstance(one, dict)
+            or any(not isinstance(one.get(key), kind) for key, kind in KINDS.items())
+            or one["format"] != FORMAT
         ):
-            raise UserError("this is no state_dict of a replica", UNREADABLE)
+            raise UserError("this is no state_dict of a replica of this version", UNREADABLE)
         rank, *nodes = one["ranks"]
         if here and one["ranks"] != here:
             raise UserError(
@@ -102,9 +108,11 @@ def put_elsewhere(topology: Topology, saved: Sequence[dict[str, Any]], context: 
 
     def parts() -> Iterator[tuple[Tensors, Numbers]]:
         for one in saved[world.rank :: world.size]:
-            yield one["tensors"] | optimizer.flat_of(one["optimizer"]), one["numbers"]
+            moments = optimizer.flat_of(one["optimizer"])
+            moments = {f"{lasting.OPTIMIZER}{name}": flat for name, flat in moments.items()}
+            yield one["tensors"] | moments, one["numbers"]
 
-    lasting.put_elsewhere(topology, parts, len(saved), context)
+    lasting.put_elsewhere(topology, parts, context)
     context.state.grad.zero_()
 
 

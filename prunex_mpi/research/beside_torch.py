@@ -24,7 +24,7 @@ from prunex_mpi.core.state import Problem, next_iteration, wires_of
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.diagnosis.facts import gpu_identity
 from prunex_mpi.methods import per_step
-from prunex_mpi.methods.dense import Dense
+from prunex_mpi.methods.exchange import Dense
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.measure import Bench

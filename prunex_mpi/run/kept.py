@@ -34,7 +34,8 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.collectives import allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.lasting import BUFFER, SUM, Numbers, Tensors, lasting
+from prunex_mpi.core.lasting import BUFFER, OPTIMIZER, Numbers, Tensors, lasting
+from prunex_mpi.core.memory import SUM
 from prunex_mpi.core.removal import fit_network, left_of
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.models.layout import bits_digest
@@ -197,9 +198,12 @@ def local_work(context: RunContext) -> LocalWork | None:
 def tensors_of(context: RunContext) -> dict[str, Tensor]:
     """Return what local steps change, and the duals that go with it."""
     state = context.state
-    of_steps = {"theta", "u", "v", *state.optimizer.tensors()}
     table = lasting(state, context.problem.model)
-    return {n: e.tensor for n, e in table.items() if n in of_steps or n.startswith(BUFFER)}
+    return {
+        name: entry.tensor
+        for name, entry in table.items()
+        if name in ("theta", "u", "v") or name.startswith((OPTIMIZER, BUFFER))
+    }
 
 
 def put_work_back(topology: Topology, context: RunContext, kept: Kept) -> int:
@@ -232,7 +236,7 @@ def put_work_back(topology: Topology, context: RunContext, kept: Kept) -> int:
 def centre_duals_(topology: Topology, context: RunContext) -> None:
     """Let sum_i P_i v_i be 0 again: each rank holds its node's. Collective on `world`, `node`."""
     state, transport = context.state, context.transport
-    total = state.spare.copy_(state.v)
+    total = state.v.clone()
     allreduce_(topology.world, total, transport)
     state.v.sub_(total, alpha=1 / topology.world_size)
     bcast_(topology.node, state.v, transport)
@@ -271,7 +275,7 @@ def put_back(
         yield found[0].tensors, found[0].numbers
 
     kept.apart = put_common(topology, parts, found[0].ranks, context)
-    if not digests_agree(world, bits_digest(state.z, state.spare)):
+    if not digests_agree(world, bits_digest(state.z)):
         raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
     kept.snapshots = found
     kept.steps = put_work_back(topology, context, kept)

@@ -17,7 +17,7 @@ from prunex_mpi.base.errors import one_line
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core import lasting
 from prunex_mpi.core.lasting import MASK, Numbers, Parts, Tensors
-from prunex_mpi.core.schedule import recount_steps_, steps_with
+from prunex_mpi.core.schedule import steps_with
 from prunex_mpi.core.state import Position, Problem, RunContext, State
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.data.text import WindowStream
@@ -193,9 +193,11 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
     """
     world, settings, problem = topology.world, context.settings, context.problem
     position = context.state.position
-    numbers = lasting.put_elsewhere(topology, parts, ranks, context)
+    numbers = lasting.put_elsewhere(topology, parts, context)
     samples = problem.train.samples_among(ranks, numbers["samples"])
-    recount_steps_(position, settings, steps_with(settings, samples), problem.steps)
+    # The same share of the run, whose outer iterations may have other steps on other nodes.
+    done = position.steps_done * problem.steps
+    position.steps_done = round(done / steps_with(settings, samples))
     problem.train.reshuffle([settings.seed, world.rank, position.iteration])
     seed_all((settings.seed + position.iteration) * world.size + world.rank)
     return numbers["position"]["apart"]

@@ -33,7 +33,7 @@ from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
 from prunex_mpi.config.checks import advice
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
-from prunex_mpi.core.grouping import choose_rules, make_groups
+from prunex_mpi.core.grouping import choose_rules, log_unpruned, make_groups
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.optimizer import describe_muon
@@ -62,7 +62,6 @@ from prunex_mpi.models.dummy_input import moved_in_training, probe, reads_ahead
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.channel_trace import rules_of
-from prunex_mpi.pruning.groups import out_of_reach
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
 from prunex_mpi.run.problem import CPU, build_problem, find_inputs, load_dataset, make_model
 from prunex_mpi.run.supervision import check_exchange
@@ -196,8 +195,6 @@ def describe_training(context: RunContext, dataset: Dataset | TextSet, ranks: in
     if settings.method.quadratic_interval:
         steps += " or more"
     steps += " per outer iteration"
-    if settings.frozen_local_steps:
-        steps += f" ({settings.frozen_local_steps:,} once frozen)"
     return "; ".join(
         (
             dataset.describe(),
@@ -212,7 +209,7 @@ def other_length(settings: Settings, steps: int, steps_per_epoch: int) -> str:
     """Return a warning if whole steps make far more or fewer epochs than asked for, or ""."""
     wanted = settings.outer_iterations * settings.local_epochs
     found = settings.outer_iterations * steps / steps_per_epoch
-    apart = settings.frozen_local_steps or settings.method.quadratic_interval
+    apart = settings.method.quadratic_interval
     if settings.local_steps > 0 or apart or abs(found - wanted) <= OTHER_LENGTH * wanted:
         return ""
     return (
@@ -226,13 +223,9 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
     """Log on rank 0 what is not pruned, and warn of settings that are likely mistakes."""
     if world.rank:
         return
-    for excluded in context.state.groups.excluded:
-        log.info("not pruned: %s", excluded)
+    log_unpruned(context.settings, context.state.groups, context.state.layout.numel)
     if context.settings.optimizer == "muon":
         log.info("%s", describe_muon(context.problem.model, context.state.layout))
-    line = out_of_reach(context.state.groups, context.state.layout.numel)
-    if line and context.settings.method.prunes_groups:
-        log.warning("%s", line)
     problem = context.problem
     steady = any(isinstance(module, STEADYING) for module in problem.model.modules())
     for line in advice(context.settings, problem.steps, problem.lr_scale, steady=steady):
@@ -353,8 +346,8 @@ def assemble(
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
     state.alone = world.size == 1
-    state.memory |= memory_of(settings, state)
-    state.memory |= memory_of_best(settings, state) | memory_of_ema(settings, state)
+    for memory in (memory_of, memory_of_best, memory_of_ema):
+        state.memory.declare(memory(settings, state))
     heartbeat.beat(2)
     return RunContext(state, problem, settings, transport, heartbeat)
 

@@ -151,11 +151,6 @@ class Settings:
         low=0,
         auto=True,
     )
-    frozen_local_steps: int = _setting(
-        "local steps per outer iteration after the masks are frozen, 0 for the same",
-        low=0,
-        of="shrinks",
-    )
     comm_share: float = _setting(
         "fraction of the time that the exchange may take, for --local-steps auto",
         above=0,

@@ -279,7 +279,7 @@ def test_the_file_of_a_run_by_another_method_says_what_does_not_count(tmp_path):
     assert (dense.lr, dense.batch_size, dense.outer_iterations) == (0.3, 128, 9)
     assert dense.penalty == make().penalty
     (line,) = lines
-    assert "of a run by prunex; what means nothing to dense does not count: frozen-" in line
+    assert "of a run by prunex; what means nothing to dense does not count: comm-share" in line
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

@@ -14,7 +14,7 @@ from prunex_mpi.core.admm import (
     add_pull_,
     compute_residuals,
     decay_of_layers,
-    set_anchor_,
+    find_anchor,
     step_duals_,
     update_penalty,
     weigh_candidate,
@@ -69,17 +69,15 @@ def test_the_candidate_weighs_mean_and_consensus(state, rho, rate, on):
 def test_the_pull_is_that_of_equation_8_and_exactly_zero_where_theta_is_there(state, rho):
     """AdamW makes whole steps of the rounding that rho theta - rho (z_i - u) would leave."""
     state.rho1 = rho
-    set_anchor_(state)
     state.grad.zero_()
-    add_pull_(state)
+    add_pull_(state, find_anchor(state))
     per_parameter = np.repeat(rho, [s.numel for s in state.layout.segments])
     wanted = torch.from_numpy(per_parameter) * (state.theta - state.z_node + state.u)
     torch.testing.assert_close(state.grad, wanted, rtol=1e-12, atol=1e-14)
     state.theta.copy_(state.z_node)
     state.u.zero_()
-    set_anchor_(state)
     state.grad.zero_()
-    add_pull_(state)
+    add_pull_(state, find_anchor(state))
     assert not state.grad.any()
 
 

@@ -292,7 +292,7 @@ class Watching:
 
     def note(self, statistics: Tensor) -> None:
         state = self.context.state
-        weights = state.memory.get(PRUNED, torch.zeros(0))
+        weights = state.memory[PRUNED] if PRUNED in state.memory else torch.zeros(0)
         mask = torch.cat([torch.from_numpy(state.mask.bits), weights.bool()])
         self.last = state.z.clone()
         self.seen.append(Seen(state.z.double(), statistics.double(), mask.clone()))

@@ -9,6 +9,7 @@ from torch import nn
 from prunex_mpi.config.checks import FEWEST_KEPT, advice
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.exchange import VELOCITY, nesterov_, outer_memory
+from prunex_mpi.core.memory import Memory
 from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
 from prunex_mpi.core.state import forget_momentum_
 from prunex_mpi.models.layout import build_layout
@@ -23,7 +24,7 @@ def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum(warmup):
     z = torch.zeros(7, dtype=torch.float64)
     theirs = z.clone().requires_grad_()
     optimizer = torch.optim.SGD([theirs], lr=0.4, momentum=0.8, nesterov=True)
-    memory = outer_memory(z)
+    memory = Memory(outer_memory(z))
     for k, mean in enumerate(means, 1):
         theirs.grad = theirs.detach() - mean
         optimizer.param_groups[0]["momentum"] = 0.8 * min(1, k / max(1, warmup))

@@ -18,7 +18,6 @@ from prunex_mpi.core.schedule import (
     quadratic_rounds,
     rate_at,
     rate_now,
-    recount_steps_,
     rounds_left,
     settled,
     steps_behind,
@@ -211,51 +210,6 @@ def test_an_exchange_runs_behind_as_many_steps_of_a_round_of_any_length():
     )
     context = work_of(settings, 4)
     assert (local_steps(context), steps_behind(context)) == (36, 1)
-
-
-def test_rounds_after_the_freeze_have_their_own_steps_and_no_smaller_share_behind():
-    behind = {"overlap_steps": 1, "evaluate_every": 4, "residuals": "off"}
-    settings = make(local_steps=3, frozen_local_steps=2, **behind)
-    context = work_of(settings, 3)
-    assert (local_steps(context), steps_behind(context)) == (3, 1)
-    context.state.frozen = True
-    assert (local_steps(context), steps_behind(context)) == (2, 1)
-
-
-COMMON = {"dataset": "synthetic", "train_samples": 64, "test_samples": 16, "lr": 0.05}
-
-
-@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (6, 4), (3, 3)])
-def test_the_share_of_the_run_that_is_done_stays(before, now):
-    settings = make(**COMMON, outer_iterations=8)
-    for iteration in range(1, 10):
-        position = Position(iteration=iteration, steps_done=(iteration - 1) * before)
-        recount_steps_(position, settings, before, now)
-        assert position.steps_done == (iteration - 1) * now
-
-
-@pytest.mark.parametrize("iterations", [3, 4, 7])
-def test_steps_after_the_freeze_keep_the_number_of_their_own(iterations):
-    settings = make(
-        **COMMON,
-        outer_iterations=8,
-        warmup_iterations=1,
-        keep_ramp_iterations=2,
-        freeze_iteration=4,
-        frozen_local_steps=5,
-    )
-    until, after = min(iterations, 4), max(0, iterations - 4)
-    position = Position(iteration=iterations + 1, steps_done=2 * until + 5 * after)
-    recount_steps_(position, settings, 2, 6)
-    assert position.steps_done == 6 * until + 5 * after
-
-
-def test_qsr_has_outer_iterations_left_on_more_ranks():
-    settings = make(**COMMON, method="qsr", outer_iterations=8, qsr_alpha=0.07)
-    position = Position(iteration=4, steps_done=total_steps(settings, 2) // 2)
-    recount_steps_(position, settings, 2, 1)
-    assert position.steps_done == total_steps(settings, 1) // 2
-    assert quadratic_rounds(settings, 1, position.steps_done) > 0
 
 
 @pytest.mark.parametrize(("samples", "steps"), [(1000, 35), (128, 5), (50, 5), (0, 5)])

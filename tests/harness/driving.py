@@ -72,7 +72,7 @@ def make_context(settings, model, stream, steps=STEPS, loss=F.cross_entropy, sid
     state.alone = WORLD.size == 1
     if DEVICE.type != "cpu":
         stream = Moved(stream)
-    state.memory |= memory_of(settings, state)
+    state.memory.declare(memory_of(settings, state))
     nothing = Shard(torch.empty(0), torch.empty(0))
     # Without code in C++, which takes its time: what is seen is whether it follows the model.
     forward = torch.compile(model, backend="aot_eager") if settings.compile else model

@@ -32,7 +32,7 @@ def test_sending_everything_is_sgd_with_momentum(aggregation, ranks_per_node):
         _, found = run(topology, method="dgc", dgc_ratio=1.0, **changes)
         _, wanted = run(topology, method="dense", **changes)
     assert (found.z - wanted.z).abs().max() < 1e-13
-    assert not found.memory["own.residual"].any()
+    assert not found.memory["residual"].any()
     assert found.optimizer.first_moment is None
     assert_alike_on_all_ranks(found.theta)
 

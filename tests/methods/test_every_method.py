@@ -12,14 +12,14 @@ from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.state import EACH, OWN, SHARED
+from prunex_mpi.core.memory import RANK, SUM, TOTAL, Declared
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import EXCHANGES, memory_of
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.supervision import outer_iterations
 
 
-def remembered(method: str, **changes: object) -> dict[str, torch.Tensor]:
+def remembered(method: str, **changes: object) -> Declared:
     """Return what a method remembers of a small network in float64."""
     layout = build_layout(new_net(method=method))
     theta = torch.zeros(layout.numel, dtype=torch.float64)
@@ -32,17 +32,17 @@ def test_every_exchange_of_its_own_is_in_the_table():
 
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS])
-def test_what_is_remembered_says_whose_it_is(method):
-    """A name of no kind would pass for what all ranks share: the first rank's alone is kept."""
-    for name, tensor in remembered(method).items():
-        assert name.startswith((OWN, EACH, SHARED)), f"{name}: begin with {OWN}, {EACH} or {SHARED}"
-        assert tensor.is_contiguous(), name
-        assert not name.startswith(OWN) or tensor.dtype == torch.float64, name
+def test_what_is_remembered_can_be_added_up(method):
+    found = remembered(method)
+    for name, entry in found.items():
+        assert entry.tensor.is_contiguous(), name
+        assert entry.elsewhere != SUM or entry.tensor.dtype == torch.float64, name
+        assert entry.elsewhere != TOTAL or found[entry.of].elsewhere == SUM, name
 
 
 # What is kept of gradients, or of estimates of them.
 PER_STEP = [method.name for method in METHODS if method.per_step]
-KEEPING = [m for m in PER_STEP if any(name.startswith((OWN, EACH)) for name in remembered(m))]
+KEEPING = [m for m in PER_STEP if any(e.owner == RANK for e in remembered(m).values())]
 
 
 @pytest.mark.parametrize("method", KEEPING)

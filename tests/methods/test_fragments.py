@@ -89,7 +89,7 @@ def test_program_equals_oracle(scenario, fragments, ranks_per_node):
             if number not in (wanted["prune_iteration"], settings.outer_iterations):
                 assert near(state.theta, expected.theta[WORLD.rank]), number
             if diloco:
-                assert near(state.memory["shared.outer_momentum"], expected.velocity)
+                assert near(state.memory["outer_momentum"], expected.velocity)
             assert_alike_on_all_ranks(state.z)
 
 

@@ -30,7 +30,7 @@ def test_votes_by_hand(workers, monkeypatch):
     monkeypatch.setattr(lion, "BETA2", 0.75)
     context = work_of()
     exchange = exchange_over(wire_of(comm), context)
-    grad, momentum = context.state.grad, context.state.memory["own.momentum"]
+    grad, momentum = context.state.grad, context.state.memory[lion.MOMENTUM]
     momentum.zero_()
     grad.zero_()
     # All for, the first against all others, the momentum against the gradient, half of them.

@@ -94,7 +94,7 @@ def test_program_equals_oracle(ranks_per_node, scenario, monkeypatch):
             assert difference(by_name(state.z, state), expected.z) < 1e-11
             assert_alike_on_all_ranks(state.z)
             if settings.method.name == "diloco":
-                velocity = by_name(state.memory["shared.outer_momentum"], state)
+                velocity = by_name(state.memory["outer_momentum"], state)
                 assert difference(velocity, expected.velocity) < 1e-11
             assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
             # As differences in bfloat16, which has eight bits.

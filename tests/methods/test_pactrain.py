@@ -32,18 +32,16 @@ from prunex_mpi.core.state import PRUNED
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.text import Windows
 from prunex_mpi.data.text_files import Tokens as TextTokens
-from prunex_mpi.methods import pactrain, pactrain_mask
+from prunex_mpi.methods import pactrain
 from prunex_mpi.methods.pactrain import (
+    GRASP_TEMPERATURE,
     STABLE,
     SUPPORT,
     PacTrain,
     adopt_pruned_,
     agree_on_stable,
-    outside_,
-)
-from prunex_mpi.methods.pactrain_mask import (
-    GRASP_TEMPERATURE,
     draw_balanced,
+    outside_,
     score_of,
     windows_apart,
 )
@@ -190,7 +188,7 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks(monkeypatch):
 
     alone = copy.deepcopy(model)
     wanted = grasp_as_published(alone, normalised(images[first]), labels[first], keep)
-    monkeypatch.setattr(pactrain_mask, "SAMPLES", each)
+    monkeypatch.setattr(pactrain, "SAMPLES", each)
     settings = make(
         **{**COMMON, "pactrain_score": "auto", "keep_ratio": (keep,), "outer_iterations": 1}
     )
@@ -228,8 +226,8 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks(monkeypatch):
 
 def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
     """12 images of 2 x 2 pixels: halves of 6, of which 5 would fit into a batch."""
-    monkeypatch.setattr(pactrain_mask, "SAMPLES", 4)
-    monkeypatch.setattr(pactrain_mask, "BATCH_PIXELS", 5 * 2 * 2)
+    monkeypatch.setattr(pactrain, "SAMPLES", 4)
+    monkeypatch.setattr(pactrain, "BATCH_PIXELS", 5 * 2 * 2)
     settings = make(**{**COMMON, "pactrain_score": "grasp"})
     context = make_context(settings, new_net(), RandomStream(WORLD.rank, torch.float64))
     shard = Shard(torch.zeros(24, 3, 2, 2, dtype=torch.uint8), torch.arange(24) % 3)
@@ -240,7 +238,7 @@ def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
     )
     with nodes_of(2) as topology:
         everyone = wires_of(topology).everyone
-        found = pactrain_mask.batches_to_score(everyone, replace(context, problem=problem))
+        found = pactrain.batches_to_score(everyone, replace(context, problem=problem))
     sizes = WORLD.allgather([len(labels) for _, labels in found])
     assert list(itertools.chain(*sizes)) == [3] * 4
 
@@ -254,7 +252,7 @@ def test_a_draw_takes_the_first_images_of_each_class_over_all_shards():
     found = [-1] * len(wanted)
     before = torch.zeros(3, dtype=torch.int64)
     for start, labels in zip((0, 5), shards, strict=True):
-        own, places = pactrain_mask.places_in_draw(labels, before, 2)
+        own, places = pactrain.places_in_draw(labels, before, 2)
         for image, place in zip(own.tolist(), places.tolist(), strict=True):
             assert found[place] == -1
             found[place] = start + image
@@ -263,8 +261,8 @@ def test_a_draw_takes_the_first_images_of_each_class_over_all_shards():
 
 
 def test_windows_of_text_are_at_even_distances_in_batches(monkeypatch):
-    monkeypatch.setattr(pactrain_mask, "WINDOWS", 6)
-    monkeypatch.setattr(pactrain_mask, "BATCH_TOKENS", 2 * 8)
+    monkeypatch.setattr(pactrain, "WINDOWS", 6)
+    monkeypatch.setattr(pactrain, "BATCH_TOKENS", 2 * 8)
     text = Windows(TextTokens(np.zeros(105, dtype=np.uint8)), range(0), 8)
 
     def starts(stop):
@@ -276,11 +274,11 @@ def test_windows_of_text_are_at_even_distances_in_batches(monkeypatch):
     assert starts(41) == [[0, 8], [16, 24], [32]]
     assert starts(40) == [[0, 8], [16, 24]]
     # No piece is far shorter than others.
-    monkeypatch.setattr(pactrain_mask, "WINDOWS", 8)
-    monkeypatch.setattr(pactrain_mask, "BATCH_TOKENS", 3 * 8)
+    monkeypatch.setattr(pactrain, "WINDOWS", 8)
+    monkeypatch.setattr(pactrain, "BATCH_TOKENS", 3 * 8)
     assert starts(65) == [[0, 8], [16, 24], [32, 40], [48, 56]]
     # A window alone may be longer.
-    monkeypatch.setattr(pactrain_mask, "BATCH_TOKENS", 7)
+    monkeypatch.setattr(pactrain, "BATCH_TOKENS", 7)
     assert starts(40) == [[0], [8], [16], [24]]
 
 
@@ -434,15 +432,15 @@ def test_a_step_that_overflows_in_fp16_says_nothing_of_supports():
         adopt_pruned_(job.state, every_third(job.state))
         for _ in range(3):
             job.step()
-        before = {name: tensor.clone() for name, tensor in job.state.memory.items()}
+        before = {name: entry.tensor.clone() for name, entry in job.state.memory.items()}
         assert job.stable == [True] * 7
         # Zero times infinity is NaN, where weights are pruned as well.
         job.state.grad.fill_(torch.inf)
         job.exchange()
         job.own.follow_()
         assert not torch.isfinite(job.state.grad).any()
-        for name, tensor in job.state.memory.items():
-            assert torch.equal(tensor, before[name]), name
+        for name, entry in job.state.memory.items():
+            assert torch.equal(entry.tensor, before[name]), name
 
 
 def test_one_rank_alone_keeps_a_bucket_unstable():

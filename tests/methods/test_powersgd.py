@@ -54,5 +54,5 @@ def test_gradients_of_no_higher_rank_arrive_whole(aggregation, ranks_per_node):
             found[method] = states[-1].z
             assert_alike_on_all_ranks(states[-1].theta)
     assert (found["dense"] - found["powersgd"]).abs().max() < 1e-10
-    assert states[-1].memory["own.residual"].abs().max() < 1e-10
+    assert states[-1].memory["residual"].abs().max() < 1e-10
     assert records[0]["bytes"]["payload"] < 0.6 * records[0]["bytes"]["dense"]

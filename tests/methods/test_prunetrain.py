@@ -53,7 +53,7 @@ def test_program_equals_oracle(aggregation, ranks_per_node):
                 }
                 assert difference(found, left) < 1e-11
                 assert_alike_on_all_ranks(flat)
-            coefficient = float(state.memory["shared.lasso_coefficient"])
+            coefficient = float(state.memory["lasso_coefficient"])
             assert coefficient == pytest.approx(expected.coefficient, rel=1e-12)
             assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
             assert int((~state.mask.bits).sum()) == len(dead)

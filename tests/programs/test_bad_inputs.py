@@ -932,7 +932,7 @@ def numbers_case(name: str, change: Callable[[dict[str, Any]], Any]) -> Case:
 
 
 TENSORS = (
-    *("theta", "u", "v", "z", "z_node", "momentum_buffer", "mask", "rho1"),
+    *("theta", "u", "v", "z", "z_node", "optimizer.momentum_buffer", "mask", "rho1"),
     *("order", "generator.data", "generator.torch"),
 )
 CONTENTS = [
@@ -1091,7 +1091,7 @@ def test_bad_checkpoints_of_two_ranks(interrupted, case):
     assert_refused(resume(interrupted), case.code, "no checkpoint can be used", *case.words)
 
 
-@pytest.mark.parametrize("copies", [[], ["theta", "u", "momentum_buffer"]])
+@pytest.mark.parametrize("copies", [[], ["theta", "u", "optimizer.momentum_buffer"]])
 def test_a_whole_checkpoint_of_two_ranks_is_taken(interrupted, copies):
     in_both(as_of_two_ranks)(interrupted)
     in_both(lambda folder: as_copies(folder, copies))(interrupted)

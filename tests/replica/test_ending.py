@@ -3,12 +3,14 @@
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 from launch import environment, launcher
+from nodes import WORLD
 
-pytestmark = pytest.mark.jobs
+from prunex_mpi.replica.ending import Lockstep
 
 LIMIT_S = 60
 LOOP = """
@@ -53,6 +55,7 @@ def run(folder: Path, method: str, before: str, after: str, ranks: int) -> tuple
     return found.returncode, found.stdout + found.stderr
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("method", ["dense", "local-sgd"])
 @pytest.mark.parametrize("case", CASES)
 def test_all_end_where_one_does(case: str, method: str, tmp_path: Path) -> None:
@@ -62,6 +65,7 @@ def test_all_end_where_one_does(case: str, method: str, tmp_path: Path) -> None:
     assert "is done" not in output or case != "one raises"
 
 
+@pytest.mark.jobs
 def test_all_may_leave_early_together(tmp_path: Path) -> None:
     code, output = run(tmp_path, "local-sgd", "pass", "", 2)
     assert code == 0 and output.count("is done") == 2, output
@@ -75,7 +79,24 @@ def test_all_may_leave_early_together(tmp_path: Path) -> None:
     subprocess.run(command, env=environment(), check=True, timeout=LIMIT_S, capture_output=True)
 
 
+@pytest.mark.jobs
 def test_a_mistake_of_all_is_told_once_without_an_abort(tmp_path: Path) -> None:
     code, output = run(tmp_path, "no-such-method", "pass", "", 2)
     assert code != 0
     assert output.count("UserError: method") == 1 and "MPI_ABORT" not in output, output
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.any_mpi
+def test_who_leaves_after_the_same_step_is_no_reason_to_end() -> None:
+    """The late rank finds its neighbour gone before it has begun the last step."""
+    lockstep = Lockstep(WORLD)
+    lockstep.enter()
+    ends = time.monotonic() + 10
+    while WORLD.rank == WORLD.size - 1 and not lockstep.gone:
+        assert time.monotonic() < ends
+        lockstep._listen()
+    lockstep.enter()
+    lockstep.leave()
+    assert lockstep.theirs == lockstep.step == 2
+    lockstep.close()

@@ -332,9 +332,17 @@ def test_steps_beyond_the_length_and_of_the_optimizer_alone_are_refused() -> Non
     with prunex_mpi.replicate(WORLD, model, optimizer, **given) as replica:
         with pytest.raises(UserError, match=r"optimizer.step\(\) was called beside"):
             optimizer.step()
+        with pytest.raises(UserError, match=r"step\(\) without a backward pass") as caught:
+            replica.step()
+        assert caught.value.together
+        model(torch.ones(4, 3, 8, 8)).sum().backward()
         replica.step()
         with pytest.raises(UserError, match="between two exchanges"), replica.delivered():
             pass
+        with pytest.raises(UserError, match=r"step\(\) without a backward pass"):
+            replica.optimizer.step()
+        # A rank without a batch of its own.
+        model.zero_grad(set_to_none=False)
         replica.optimizer.step()
         with pytest.raises(UserError, match="the run has had its 2 steps"):
             replica.step()

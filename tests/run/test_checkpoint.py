@@ -36,6 +36,7 @@ from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.mask_choice import SENSITIVITY
+from prunex_mpi.core.memory import FIRST, RANK, SUM
 from prunex_mpi.core.state import (
     CODED,
     KNOWN,
@@ -308,7 +309,8 @@ def new_run(
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     groups = make_groups(settings, model, layout, Images(dataset.image_size))
     state = build_state(model, layout, groups, settings)
-    state.memory |= memory_of(settings, state) | memory_of_ema(settings, state)
+    for memory in (memory_of, memory_of_ema):
+        state.memory.declare(memory(settings, state))
     wanted = settings.overlap_steps != 0
     behind = HELPERS.enter_context(exchanging_behind(topology, wanted, transport))
     context = RunContext(state, problem, settings, transport, heartbeat, behind=behind)
@@ -320,12 +322,11 @@ def vectors(run: Run) -> dict[str, torch.Tensor]:
     state = run.state
     found = {name: getattr(state, name) for name in ("theta", "u", "v", "z_node", "z")}
     found |= state.optimizer.tensors()
-    found |= state.memory
+    shares = run.topology.is_leader or run.settings.method.name not in WORKERS_SHARE
+    # Followers have no use for what the workers share.
+    found |= {n: e.tensor for n, e in state.memory.items() if shares or e.owner == RANK}
     if state.message.residual is not None:
         found["residual"] = state.message.residual
-    if run.settings.method.name in WORKERS_SHARE and not run.topology.is_leader:
-        # Followers have no use for what the workers share.
-        found = {name: t for name, t in found.items() if not name.startswith("shared.")}
     found |= dict(run.problem.model.named_buffers())
     arrays = {"mask": state.mask.bits, "rho1": state.rho1, "rho2": state.rho2}
     found |= {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -658,8 +659,8 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
             second = new_run(topology, scenario, torch.float64)
             assert second.restore(files).other_nodes
             new = vectors(second)
-            alike = ["z", "mask", "rho1", "rho2", *(k for k in old if k.startswith("shared."))]
-            for name in alike:
+            common = [n for n, e in first.state.memory.items() if e.elsewhere == FIRST and n in old]
+            for name in ("z", "mask", "rho1", "rho2", *common):
                 assert torch.equal(new[name], old[name]), name
             for name in ("theta", "z_node"):
                 assert torch.equal(new[name], old["z"]), name
@@ -697,8 +698,8 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
 )
 def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method, aggregation):
     def own(run: Run) -> np.ndarray:
-        memory = run.state.memory
-        return np.stack([memory[k].numpy() for k in memory if k.startswith("own.")])
+        summed = [e.tensor for _, e in run.state.memory.items() if e.elsewhere == SUM]
+        return torch.stack(summed).numpy()
 
     def kept(run: Run) -> np.ndarray:
         total = np.empty_like(own(run))
@@ -722,9 +723,9 @@ def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method, aggregation)
             (text,) = second.restore(files).describe()
             assert "is dealt out anew" in text and "duals" not in text
             after = own(second)
-            for key in second.state.memory:
-                if key.startswith("shared.") and spoke:
-                    assert torch.equal(second.state.memory[key], first.state.memory[key])
+            for name, entry in second.state.memory.items():
+                if entry.elsewhere == FIRST and spoke:
+                    assert torch.equal(entry.tensor, first.state.memory[name])
             np.testing.assert_allclose(kept(second), before, rtol=1e-12, atol=1e-14)
             weight = 1 / WORLD.size
             if aggregation != "flat":
@@ -744,18 +745,15 @@ def test_what_the_lost_had_estimated_is_lost_with_them(lost):
         tensors, numbers = contents(topology, run.state, run.problem)
         mine = {key: tensor.clone() for key, tensor in tensors.items()}, numbers
         memory = run.state.memory
-        summed, estimate = memory["shared.sum_of_estimates"].clone(), memory["own.estimate"].numpy()
+        summed, estimate = memory["sum_of_estimates"].clone(), memory["estimate"].numpy()
         stays = not lost or WORLD.rank < WORLD.size - 1
         left = np.empty_like(estimate)
         WORLD.Allreduce(estimate * stays, left)
         assert np.allclose(summed.numpy(), left, rtol=0, atol=1e-12) is not lost
         put_common(topology, lambda: iter([mine] * stays), WORLD.size, run.context)
-        if lost:
-            np.testing.assert_allclose(memory["shared.sum_of_estimates"], left, rtol=0, atol=1e-14)
-        else:
-            assert torch.equal(memory["shared.sum_of_estimates"], summed)
+        np.testing.assert_allclose(memory["sum_of_estimates"], left, rtol=0, atol=1e-14)
         total = np.empty_like(left)
-        WORLD.Allreduce(memory["own.estimate"].numpy(), total)
+        WORLD.Allreduce(memory["estimate"].numpy(), total)
         np.testing.assert_allclose(total, left, rtol=0, atol=1e-12)
 
 
@@ -817,16 +815,15 @@ def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario, changes):
             second = new_run(topology, scenario, **changes)
             assert second.restore(files).other_nodes
             before, after = first.state.memory, second.state.memory
-            assert before.keys() == after.keys()
-            assert all(torch.equal(before[key], after[key]) for key in before)
+            assert all(torch.equal(before[name], entry.tensor) for name, entry in after.items())
             if scenario == "diloco":
-                assert before["shared.outer_momentum"].any()
+                assert before["outer_momentum"].any()
             else:
-                assert before["shared.stable"].all()
+                assert before["stable"].all()
             assert [record["iteration"] for record in second.iterate()] == [4, 5, 6]
             if scenario == "pactrain":
                 assert second.state.frozen
-                assert not second.state.z[after["shared.pruned"]].any()
+                assert not second.state.z[after["pruned"]].any()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -839,7 +836,7 @@ def test_what_pactrain_prunes_in_an_outer_iteration_that_a_run_leaves_stays_prun
         with nodes_of(3 if WORLD.size > 2 else 1) as topology:
             second = new_run(topology, "pactrain", **PRUNED_FIRST)
             assert second.restore(files).other_nodes
-            pruned = second.state.memory["shared.pruned"]
+            pruned = second.state.memory["pruned"]
             assert second.state.frozen and pruned.any()
             assert not second.state.theta[pruned].any()
 
@@ -915,7 +912,7 @@ def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario, once):
             path = files.path / "checkpoints" / checkpoint_files.valid_names(files.path)[0]
             with safe_open(checkpoint_files.rank_file(path, rank), framework="pt") as file:
                 keys, numbers = set(file.keys()), json.loads(file.metadata()["numbers"])
-            alike = {"theta", "u", "momentum_buffer"}
+            alike = {"theta", "u", "optimizer.momentum_buffer"}
             follows = rank % 2 == 1
             assert ("as_leader" in numbers) == follows
             assert keys >= {"order", "generator.data"}

@@ -19,8 +19,8 @@ from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.core.evaluation import estimate_statistics
-from prunex_mpi.methods import pactrain_mask
-from prunex_mpi.methods.pactrain_mask import batches_to_score
+from prunex_mpi.methods import pactrain
+from prunex_mpi.methods.pactrain import batches_to_score
 from prunex_mpi.run import checkpoint_files, problem, supervision
 from prunex_mpi.run.pretrained import INITIAL
 from prunex_mpi.run.supervision import outer_iterations
@@ -211,7 +211,7 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(files):
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(files, monkeypatch):
-    monkeypatch.setattr(pactrain_mask, "SAMPLES", 2)
+    monkeypatch.setattr(pactrain, "SAMPLES", 2)
     found = []
     for mode in ("memory", "stream"):
         changes = {**files, **GREY, "data_mode": mode}
