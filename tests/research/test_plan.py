@@ -143,6 +143,7 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
         ("plan_gpu_24.toml", 5),
         ("plan_linux_doc.toml", 8),
         ("plan_linux_doc_small.toml", 8),
+        ("plan_ablations.toml", 14),
         ("plan_resnet20.toml", 8),
         ("plan_presets.toml", 3),
         ("pace_vgg19.toml", 6),
