@@ -38,20 +38,6 @@ Finding = tuple[str, str]  # a file that can't be read, and the one in its place
 
 
 @dataclass(frozen=True)
-class Access:
-    """How a rank comes by its images; `workers` threads decode.
-
-    `mode` is memory, stream, auto, which streams what memory can't hold, or once, which streams all
-    that are files. With `skip_corrupt` a damaged image is replaced by the next one of its class.
-    """
-
-    download: bool = False
-    mode: str = "memory"
-    workers: int = 1
-    skip_corrupt: bool = False
-
-
-@dataclass(frozen=True)
 class Files:
     """The images of one split in their order, which is the same on every rank.
 
@@ -70,13 +56,14 @@ class Files:
 class Reader:
     """The threads of one rank, and what they could not read.
 
+    With `skip_corrupt` a damaged image is replaced by the next one of its class.
     Nothing is raised in the middle of training, where the other ranks would wait for this one:
     the first error is kept in `error` until all ranks agree to end, and the image is black.
     """
 
-    def __init__(self, access: Access) -> None:
-        self.skip_corrupt = access.skip_corrupt
-        self.pool = ThreadPoolExecutor(access.workers, thread_name_prefix="decode")
+    def __init__(self, threads: int, skip_corrupt: bool) -> None:
+        self.skip_corrupt = skip_corrupt
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self.error: UserError | None = None
         self.replaced: dict[str, str] = {}
         self.substitutes: dict[tuple[int, int], int] = {}

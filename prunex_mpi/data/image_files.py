@@ -9,12 +9,12 @@ name: KEY.seg.jpg is no image here, and such members are left out and told of.
 import hashlib
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from tarfile import TarError
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -25,22 +25,14 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, listed, one_line
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular
 from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
 from prunex_mpi.data.images import MOST_PIXELS, as_uint8, open_rgb
+from prunex_mpi.data.request import TEST, Classes, Known, Request
 from prunex_mpi.data.sources import Source
 
 BLOCK = 512  # of a tar file
 SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits
-# What there may be: images to train on, and those to test on.
-BOTH = TRAIN, TEST = "train", "test"
 VALIDATION = "val"  # a folder of the name that the test set may have instead
 # Of what is read into memory: long names and other records about a member, a class, an image.
 MOST_BYTES_ABOUT, MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 2**16, 32, 8 * MOST_PIXELS
-
-
-class Classes(NamedTuple):
-    """Those that a network knows: how many, and their names, () where they are numbers."""
-
-    count: int
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -57,29 +49,15 @@ class FileSplit:
     left_out: list[str]  # phrases about what lies there and is not read
 
 
-# What ranks read for each other, by path, as JSON can hold it: of each class folder the names of
-# folders and of files, of each tar file what `read_headers` returns.
-Known = Mapping[str, Any]
+def find_image_files(request: Request, known: Known, classes: Classes | None = None) -> Source:
+    """Return the images below the data set's folder, cropped and scaled where that is asked for.
 
-
-def find_image_files(
-    name: str,
-    data_dir: Path,
-    image_size: int,
-    skip_corrupt: bool,
-    with_test: bool,
-    known: Known,
-    classes: Classes | None = None,
-) -> Source:
-    """Return the images below `data_dir`, cropped and scaled where `image_size` asks for it.
-
-    `name` is one of CONTENTS; what is not `known` from other ranks is read. With the `classes` of a
-    network there need be none to train on, and those to test on are found alone. Raises UserError
-    (UNREADABLE).
+    What is not `known` from other ranks is read. With the `classes` of a network there need be none
+    to train on, and those to test on are found alone. Raises UserError (UNREADABLE).
     """
-    find = _in_class_folders if name == "imagefolder" else _in_tar_files
-    parts = (TEST,) if classes else BOTH if with_test else (TRAIN,)
-    splits = [find(folder, known) for folder in _split_folders(data_dir, parts)]
+    data_dir, image_size = request.data_dir, request.image_size
+    find = _in_class_folders if request.dataset == "imagefolder" else _in_tar_files
+    splits = [find(folder, known) for folder in _split_folders(request)]
     if classes:
         splits = [_numbered_as(classes, split) for split in splits]
     train, test = splits[0], splits[-1]
@@ -100,7 +78,7 @@ def find_image_files(
     def side_of(index: int) -> int:
         return min(open_rgb(train.content(index), name=train.name(index)).size)
 
-    side = image_size or side_of_first(len(train.labels), side_of, skip_corrupt)
+    side = image_size or side_of_first(len(train.labels), side_of, request.skip_corrupt)
     digest = hashlib.blake2b(digest_size=8)
     for split in splits:
         digest.update(os.fsencode("\0".join(split.identities)) + b"\n")
@@ -146,23 +124,22 @@ def _files_of(split: FileSplit, image_size: int, side: int) -> Files:
     return Files(split.labels, side, decode, split.name)
 
 
-def read_share(
-    name: str, data_dir: str, rank: int, size: int, parts: Sequence[str] = BOTH
-) -> Iterator[tuple[str, Any]]:
+def read_share(request: Request, rank: int, size: int) -> Iterator[tuple[str, Any]]:
     """Yield path and contents of every `size`-th class folder or tar file, from number `rank` on.
 
-    `parts` are TRAIN, TEST or both. Raises UserError (UNREADABLE).
+    Raises UserError (UNREADABLE).
     """
-    find, read = CONTENTS[name]
-    paths = [path for folder in _split_folders(Path(data_dir), parts) for path in find(folder)]
+    find, read = CONTENTS[request.dataset]
+    paths = [path for folder in _split_folders(request) for path in find(folder)]
     return ((path, read(path)) for path in paths[rank::size])
 
 
-def _split_folders(data_dir: Path, parts: Sequence[str]) -> list[Path]:
-    """Return the folders of these parts; that of test images may be called val."""
+def _split_folders(request: Request) -> list[Path]:
+    """Return the folders of the parts asked for; that of test images may be called val."""
+    root = Path(request.data_dir)
     # os.path says no where Path.is_dir raises, as for names that are too long.
-    val_only = os.path.isdir(data_dir / VALIDATION) and not os.path.isdir(data_dir / TEST)
-    return [data_dir / (VALIDATION if part == TEST and val_only else part) for part in parts]
+    val_only = os.path.isdir(root / VALIDATION) and not os.path.isdir(root / TEST)
+    return [root / (VALIDATION if part == TEST and val_only else part) for part in request.parts]
 
 
 def class_folders(folder: Path) -> list[str]:

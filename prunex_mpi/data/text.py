@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data.batches import Device, seed_, upload
+from prunex_mpi.data.request import Request
 from prunex_mpi.data.text_files import Text, Tokens
 
 # Logits of a batch at once, where there is no gradient: 256 MiB in float32.
@@ -204,25 +205,17 @@ class TextSet:
         """Do nothing: mapped files end with the process."""
 
 
-def take_windows(
-    text: Text,
-    context: int,
-    *,
-    samples: tuple[int | None, int | None],
-    val_split: float,
-    part: tuple[int, int],
-) -> TextSet:
-    """Return the windows of rank `part[0]` of `part[1]`. Raises UserError for impossible counts.
-
-    `samples` are the windows to train and to test on, 0 for all, None for none.
-    """
-    (wanted, tested), (rank, size), tokens = samples, part, text.tokens
+def take_windows(text: Text, request: Request, part: tuple[int, int]) -> TextSet:
+    """Return the windows of rank `part[0]` of `part[1]`. Raises UserError for impossible counts."""
+    wanted, tested = request.train_samples, request.test_samples
+    (rank, size), tokens, context = part, text.tokens, request.context
     # What is tested alone needs no window for each rank.
     trains = wanted is not None
     ranks = size if trains else 1
     with_test = tested is not None
     count, begin = len(tokens), text.begin
-    trained, held = cut(count, begin, val_split, context, ranks, wanted or 0, with_test)
+    sizes = count, begin, request.val_split, context, ranks
+    trained, held = cut(*sizes, wanted or 0, with_test)
     per_rank = (trained - 1) // context // size if trains else 0
     first = rank * per_rank * context
     test = windows_of(tokens, begin, count, context)
@@ -240,8 +233,8 @@ def take_windows(
         stop=trained,
         train=Windows(tokens, range(first, first + per_rank * context, context), context),
         test=test.part(share) if with_test else None,
-        val=val.part(share) if val_split else None,
+        val=val.part(share) if request.val_split else None,
         train_total=trained,
         test_total=len(test) * context if with_test else 0,
-        val_total=len(val) * context if val_split else 0,
+        val_total=len(val) * context if request.val_split else 0,
     )

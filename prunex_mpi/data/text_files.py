@@ -30,6 +30,7 @@ import numpy as np
 from prunex_mpi.base.errors import FAILURE, UNREADABLE, UserError, listed, one_line, quote
 from prunex_mpi.base.files import open_regular
 from prunex_mpi.base.single_process import require_packages
+from prunex_mpi.data.request import Request
 
 BYTES, CHARS = "bytes", "chars"
 # Of ten parts of a text whose names don't tell, those to train on.
@@ -123,9 +124,9 @@ def map_text(facts: Mapping[str, Any]) -> Text:
     return replace(text, tokens=Tokens(np.asarray(array)))
 
 
-def read_text_data(data_dir: str, tokenizer: str, known: Tokenizer | None = None) -> Text:
+def read_text_data(request: Request, known: Tokenizer | None = None) -> Text:
     """Prepare and map a text for this process alone. Raises UserError as `prepare` does."""
-    prepared = prepare(data_dir, tokenizer, known)
+    prepared = prepare(request, known)
     try:
         return map_text(asdict(prepared))
     finally:
@@ -260,20 +261,19 @@ class _Look:
         self.crc32 = zlib.crc32(data, self.crc32)
 
 
-def prepare(
-    data_dir: str, name: str, known: Tokenizer | None = None, with_test: bool = True
-) -> Text:
-    """Read a text, "" for the embedded one, and write its tokens to a file, not mapped yet.
+def prepare(request: Request, known: Tokenizer | None = None) -> Text:
+    """Read a text, the embedded one without a place, and write its tokens to a file, not mapped.
 
-    `name` is that of a tokenizer or the path of its file; with chars the vocabulary is that of the
-    part to train on, or of a tokenizer that is `known`. Only `with_test` are files opened whose
-    names say that they are to test on. Raises UserError (UNREADABLE) for text that is missing,
-    empty or no UTF-8, UserError (USAGE) for a tokenizer that can't be used.
+    With chars the vocabulary is that of the part to train on, or of a tokenizer that is `known`.
+    Files whose names say that they are to test on are opened where test windows are asked for.
+    Raises UserError (UNREADABLE) for text that is missing, empty or no UTF-8, UserError (USAGE) for
+    a tokenizer that can't be used.
     """
+    data_dir, name = request.data_dir, request.tokenizer
     files = find_text_files(data_dir) if data_dir else []
     parts = split_files(data_dir, files)
     told = len(parts) > 1
-    if told and not with_test:
+    if told and request.test_samples is None:
         files = parts[0]
         parts = [files]
     read = [path for part in parts for path in part]

@@ -41,7 +41,7 @@ from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.core.threads import set_threads
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.image_files import Known
+from prunex_mpi.data.request import Known, Request
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.devices import (
     choose_device,
@@ -279,7 +279,7 @@ def look_at_model(world: MPI.Comm, settings: Settings, known: Known, heartbeat: 
                 side = settings.image_size or CIFAR_STEM_MAX_SIDE
                 describe_model(settings.model, Images(side), settings.stem)
                 return
-            inputs = find_inputs(settings, known)
+            inputs = find_inputs(Request.of(settings), known)
             make_model(settings, inputs)
             find_losses(settings, inputs.classes, CPU)
 
@@ -295,7 +295,7 @@ def set_up(
 ) -> RunContext:
     """Load the data, build the model, find what can be pruned. Collective on `world`."""
     heartbeat.enter("data")
-    dataset = load_dataset(topology, settings, heartbeat, device)
+    dataset = load_dataset(topology, Request.of(settings), heartbeat, device)
     return assemble(topology, settings, dataset, device, transport, heartbeat)
 
 

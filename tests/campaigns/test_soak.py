@@ -22,6 +22,7 @@ from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.state import RunContext, build_state
+from prunex_mpi.data.request import Request
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
@@ -106,7 +107,7 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
         model = NoisyNet()
         layout = build_layout(model)
         transport = build_transport(torch.device("cpu"), 2**-10, "host")
-        dataset = load_dataset(topology, settings)
+        dataset = load_dataset(topology, Request.of(settings))
         heartbeat, device = Heartbeat(), torch.device("cpu")
         problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
         groups = make_groups(settings, model, layout, Images(dataset.image_size))

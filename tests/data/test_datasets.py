@@ -25,15 +25,11 @@ from prunex_mpi.data.batches import (
     normalisation,
 )
 from prunex_mpi.data.datasets import Dataset, hold_out
-from prunex_mpi.data.decoding import Access
-
-LOAD = dict(data_dir="nowhere", train_samples=0, test_samples=0)
-LOAD |= dict(image_size=0, seed=0, access=Access())
+from prunex_mpi.data.request import Part, Request
 
 
 def load(name: str, rank: int = 0, size: int = 1, **changes: object) -> Dataset:
-    part = data.Part(rank, size, val_split=changes.pop("val_split", 0.0))
-    return data.load(name, part=part, **(LOAD | changes))
+    return data.load(Request(dataset=name, **changes), Part(rank, size))
 
 
 def refuse(name: str, exit_code: int, **changes: object) -> str:
@@ -222,15 +218,15 @@ def test_what_another_rank_has_read_is_not_read_again(tmp_path, monkeypatch, nam
     folder = write_folder(tmp_path / "images", train=6, test=2)
     if name == "webdataset":
         folder = write_tars(tmp_path / "tars", folder)
-    shares = [dict(image_files.read_share(name, str(folder), rank, 3)) for rank in range(3)]
+    request = Request(dataset=name, data_dir=str(folder))
+    shares = [dict(image_files.read_share(request, rank, 3)) for rank in range(3)]
     known = json.loads(json.dumps(shares[0] | shares[1] | shares[2]))
     assert len(known) == sum(map(len, shares)) == len([*folder.glob("*/[!.]*")])
-    options = LOAD | {"data_dir": str(folder)}
-    alone = data.load(name, part=data.Part(0, 1), **options)
+    alone = data.load(request, Part(0, 1))
     spy = Mock(side_effect=image_files.read_names)
     monkeypatch.setattr(image_files, "read_names", spy)
     monkeypatch.setattr(image_files, "read_headers", None)
-    same = data.load(name, part=data.Part(0, 1, known=known), **options)
+    same = data.load(request, Part(0, 1, known=known))
     # The folders in which class folders are.
     assert spy.call_count == (2 if name == "imagefolder" else 0)
     assert (same.digest, same.found, same.left_out) == (alone.digest, alone.found, alone.left_out)
@@ -245,24 +241,24 @@ def test_images_that_ranks_cannot_share_are_told_of():
 
 
 def test_images_of_all_ranks_of_a_machine_must_fit(monkeypatch):
-    options = LOAD | {"train_samples": 4096, "test_samples": 8, "image_size": 64}
+    sizes = {"test_samples": 8, "image_size": 64}
+    few, many = (Request(dataset="synthetic", train_samples=n, **sizes) for n in (1024, 4096))
     monkeypatch.setattr(data, "memory_limit", lambda: (30 * 2**20, "Slurm gives the job here"))
-    parts = {here: data.Part(0, 4, here) for here in (1, 4)}
-    one = data.load("synthetic", part=parts[1], **(options | {"train_samples": 1024}))
-    assert one.train_total == 1024
+    assert data.load(few, Part(0, 4, here=1)).train_total == 1024
     with pytest.raises(UserError) as caught:
-        data.load("synthetic", part=parts[4], **options)
+        data.load(many, Part(0, 4, here=4))
     message = "the images of 4 ranks take 0.0471 GiB and Slurm gives the job here 0.0293; lower"
     assert message in str(caught.value)
     assert caught.value.exit_code == USAGE
 
 
 def test_images_to_train_on_must_fit_on_the_gpu():
-    options = LOAD | {"train_samples": 1024, "test_samples": 4096, "image_size": 8}
+    sizes = {"train_samples": 1024, "test_samples": 4096, "image_size": 8}
+    request = Request(dataset="synthetic", **sizes)
     needed = 1024 // 4 * 3 * 8**2
-    assert data.load("synthetic", part=data.Part(1, 4, room=needed), **options).train_total == 1024
+    assert data.load(request, Part(1, 4, room=needed)).train_total == 1024
     with pytest.raises(UserError) as caught:
-        data.load("synthetic", part=data.Part(1, 4, room=needed - 1), **options)
+        data.load(request, Part(1, 4, room=needed - 1))
     assert "the training images of one rank take 4.58e-05 GiB and its GPU has" in str(caught.value)
     assert caught.value.exit_code == USAGE
 
@@ -344,7 +340,8 @@ def test_images_to_test_on_are_not_looked_for_where_none_are_wanted(tmp_path):
     with_test = load("imagefolder", **ways)
     shutil.rmtree(tmp_path / "test")
     refuse("imagefolder", UNREADABLE, **ways)
-    known = dict(image_files.read_share("imagefolder", str(tmp_path), 0, 1, ("train",)))
+    request = Request(dataset="imagefolder", data_dir=str(tmp_path), test_samples=None)
+    known = dict(image_files.read_share(request, 0, 1))
     assert known and not any("test" in Path(path).parts for path in known)
     found = load("imagefolder", **ways, test_samples=None)
     assert (found.test, found.test_total) == (None, 0)

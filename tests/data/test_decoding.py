@@ -22,7 +22,8 @@ from prunex_mpi.data.batches import (
     part_of,
 )
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.decoding import PREFETCHED, Access, Streamed
+from prunex_mpi.data.decoding import PREFETCHED, Streamed
+from prunex_mpi.data.request import Part, Request
 
 LOOK = Look(torch.zeros(3), torch.ones(3), "cpu")
 STEPS = 11
@@ -33,17 +34,9 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "images")
 
 
-def load(folder: Path, mode: str, workers: int = 2, rank: int = 0, **access: object) -> Dataset:
-    return data.load(
-        "imagefolder",
-        data_dir=str(folder),
-        access=Access(mode=mode, workers=workers, **access),
-        train_samples=0,
-        test_samples=0,
-        image_size=0,
-        seed=3,
-        part=(rank, 2),
-    )
+def load(folder: Path, mode: str, threads: int = 2, rank: int = 0, **ways: object) -> Dataset:
+    request = Request(dataset="imagefolder", data_dir=str(folder), data_mode=mode, seed=3, **ways)
+    return data.load(request, Part(rank, 2, threads=threads))
 
 
 def stream_of(dataset: Dataset, batch_size: int = 8) -> BatchStream:
@@ -162,27 +155,26 @@ def test_the_next_image_of_its_class_stands_in_for_a_damaged_one(folder, caplog,
 
 
 def test_images_held_out_and_those_to_train_on_never_stand_in_for_each_other(folder):
-    ways = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
-    ways["part"] = data.Part(0, 1, val_split=0.4)
+    ways = {"dataset": "imagefolder", "data_dir": str(folder), "seed": 3, "val_split": 0.4}
 
-    def load_held(**access: object) -> Dataset:
-        return data.load("imagefolder", data_dir=str(folder), access=Access(**access), **ways)
+    def load_held(**more: object) -> Dataset:
+        return data.load(Request(**ways, **more), Part(0, 1))
 
-    whole = load_held(mode="stream")
+    whole = load_held(data_mode="stream")
     paths = [
         [part.images.files.name(i) for i in part.images.places] for part in (whole.train, whole.val)
     ]
     for half in paths:
         for victim in [path for path in half if "/ant/" in path][1:]:
             damage(Path(victim))
-    loaded = load_held(mode="memory", skip_corrupt=True)
+    loaded = load_held(data_mode="memory", skip_corrupt=True)
     found = loaded.reader.replaced
     for half in paths:
         ants = [path for path in half if "/ant/" in path]
         assert len(ants) > 2 and all(found[victim] == ants[0] for victim in ants[1:])
     damage(Path(next(path for path in paths[1] if "/ant/" in path)))
     with pytest.raises(UserError, match="so are all others of its class that are held out"):
-        load_held(mode="memory", skip_corrupt=True)
+        load_held(data_mode="memory", skip_corrupt=True)
 
 
 def test_the_size_is_that_of_the_first_image_that_is_not_damaged(folder):
@@ -242,12 +234,10 @@ def test_auto_leaves_room_for_the_job(folder, monkeypatch, where, mode):
     def is_streamed(limit: float) -> bool:
         if where == "machine":
             monkeypatch.setattr(data, "memory_limit", lambda: (int(limit), "this machine has"))
-        part = data.Part(0, 2, room=int(limit) if where == "gpu" else None)
-        whole = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
-        place = {"data_dir": str(folder), "access": Access(mode=mode)}
-        return isinstance(
-            data.load("imagefolder", part=part, **place, **whole).train.images, Streamed
-        )
+        part = Part(0, 2, room=int(limit) if where == "gpu" else None)
+        ways = {"data_dir": str(folder), "data_mode": mode, "seed": 3}
+        images = data.load(Request(dataset="imagefolder", **ways), part).train.images
+        return isinstance(images, Streamed)
 
     assert not is_streamed(needed / (share - 0.01))
     if mode == "auto":
@@ -259,10 +249,10 @@ def test_auto_leaves_room_for_the_job(folder, monkeypatch, where, mode):
 
 
 def test_what_is_no_file_is_streamed_as_well():
-    sizes = {"train_samples": 8, "test_samples": 8, "image_size": 9, "seed": 0, "part": (0, 1)}
+    sizes = {"train_samples": 8, "test_samples": 8, "image_size": 9}
     for name in ("synthetic", "digits"):
         kept, streamed = (
-            data.load(name, data_dir="", access=Access(mode=mode), **sizes)
+            data.load(Request(dataset=name, data_mode=mode, **sizes), Part(0, 1))
             for mode in ("memory", "stream")
         )
         assert isinstance(kept.train.images, Tensor)

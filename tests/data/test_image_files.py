@@ -15,8 +15,8 @@ from PIL import Image
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.decoding import Access
-from prunex_mpi.data.image_files import Classes, Known, read_share
+from prunex_mpi.data.image_files import read_share
+from prunex_mpi.data.request import NOTHING_KNOWN, Classes, Known, Part, Request
 
 
 @pytest.fixture
@@ -30,39 +30,23 @@ def shards(tmp_path: Path, folder: Path) -> Path:
 
 
 def load(
-    name: str, folder: Path, size: int = 0, known: Known = data.NOTHING_KNOWN, **access: object
+    name: str, folder: Path, size: int = 0, known: Known = NOTHING_KNOWN, **ways: object
 ) -> Dataset:
-    return data.load(
-        name,
-        data_dir=str(folder),
-        access=Access(workers=2, **access),
-        train_samples=0,
-        test_samples=0,
-        image_size=size,
-        seed=3,
-        part=data.Part(1, 2, known=known),
-    )
+    request = Request(dataset=name, data_dir=str(folder), image_size=size, seed=3, **ways)
+    return data.load(request, Part(1, 2, threads=2, known=known))
 
 
 def load_test(name: str, folder: Path, names: tuple[str, ...], count: int = 3) -> Dataset:
     """Load what a network that knows these classes is tested on."""
-    return data.load(
-        name,
-        data_dir=str(folder),
-        access=Access(),
-        train_samples=None,
-        test_samples=0,
-        image_size=0,
-        seed=3,
-        part=data.Part(0, 1, classes=Classes(count, names)),
-    )
+    request = Request(dataset=name, data_dir=str(folder), train_samples=None)
+    return data.load(request, Part(0, 1, classes=Classes(count, names)))
 
 
 @pytest.mark.parametrize("size", [0, 5])
 @pytest.mark.parametrize("mode", ["memory", "stream"])
 def test_tar_files_hold_what_folders_hold(folder, shards, mode, size):
     plain = load("imagefolder", folder, size)
-    packed = load("webdataset", shards, size, mode=mode)
+    packed = load("webdataset", shards, size, data_mode=mode)
     assert (packed.num_classes, packed.image_size) == (3, size or 8)
     for one, other in ((plain.train, packed.train), (plain.test, packed.test)):
         assert torch.equal(one.images[:], other.images[:])
@@ -83,16 +67,12 @@ def test_a_damaged_image_is_named_or_replaced(folder, shards):
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         for rank in range(2):
-            data.load("webdataset", data_dir=str(shards), part=(rank, 2), **WHOLE)
+            data.load(Request(dataset="webdataset", data_dir=str(shards), seed=3), Part(rank, 2))
     assert f"cannot read image {path}:ant_001.jpg" in str(caught.value)
     kept = load("webdataset", shards, skip_corrupt=True)
-    other = load("webdataset", shards, skip_corrupt=True, mode="stream")
+    other = load("webdataset", shards, skip_corrupt=True, data_mode="stream")
     assert torch.equal(kept.train.images, other.train.images[:])
     assert torch.equal(kept.train.labels, whole.train.labels)
-
-
-WHOLE = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
-WHOLE |= {"access": Access()}
 
 
 def flip_header(path: Path) -> None:
@@ -291,9 +271,9 @@ def test_other_images_or_classes_are_told_apart_and_another_place_is_not(tmp_pat
 
 
 def test_a_tar_file_that_has_changed_since_it_was_listed_is_told_of(shards):
-    known = dict(read_share("webdataset", str(shards), 0, 1))
+    known = dict(read_share(Request(dataset="webdataset", data_dir=str(shards)), 0, 1))
     for path in known:
         Path(path).write_bytes(bytes(Path(path).stat().st_size))
-    load("webdataset", shards, 8, known=known, mode="once")
+    load("webdataset", shards, 8, known=known, data_mode="once")
     with pytest.raises(UserError, match="the file is not as it was listed"):
         load("webdataset", shards, 8, known=known)

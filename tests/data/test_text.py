@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.data.request import Request
 from prunex_mpi.data.text import (
     Windows,
     WindowStream,
@@ -81,8 +82,9 @@ def test_the_end_of_what_is_not_tested_on_is_held_out():
 def test_windows_stay_in_the_files_to_train_on_or_in_those_to_test_on(tmp_path):
     for name, letter in {"test.txt": "b", "train.txt": "a"}.items():
         (tmp_path / name).write_text(letter * 40)
-    text = read_text_data(str(tmp_path), "bytes")
-    found = take_windows(text, 8, samples=(0, 0), val_split=0.25, part=(0, 1))
+    request = Request(dataset="text", data_dir=str(tmp_path), context=8, val_split=0.25)
+    text = read_text_data(request)
+    found = take_windows(text, request, (0, 1))
     assert found.stop == 30
     for windows, letter, starts in (
         (found.train, "a", [0, 8, 16]),

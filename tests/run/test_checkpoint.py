@@ -47,6 +47,7 @@ from prunex_mpi.core.state import (
     State,
     build_state,
 )
+from prunex_mpi.data.request import Request
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
@@ -304,7 +305,7 @@ def new_run(
         model.get_parameter(name).requires_grad_(False)
     layout = build_layout(model)
     transport = build_transport(torch.device("cpu"), 2**-10, "host")
-    dataset = load_dataset(topology, settings)
+    dataset = load_dataset(topology, Request.of(settings))
     heartbeat, device = Heartbeat(), torch.device("cpu")
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     groups = make_groups(settings, model, layout, Images(dataset.image_size))
