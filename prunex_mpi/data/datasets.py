@@ -1,6 +1,6 @@
 """Load each rank's part of a data set into memory, as uint8 images, or say where they lie."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -91,9 +91,6 @@ def load(request: Request, part: Part) -> Dataset:
         train_order, held_out = hold_out(train_order, train.labels, request.val_split)
         shuffled = np.random.default_rng(request.seed).permutation(len(train_order))
         train_order = train_order[torch.from_numpy(shuffled)]
-        apart = torch.zeros(len(train.labels), dtype=torch.bool)
-        apart[held_out] = True
-        train = replace(train, held_out=apart)
     per_rank, rest = divmod(len(train_order), size)
     if per_rank == 0 and request.train_samples is not None:
         message = f"{size} ranks are more than the {len(train_order)} training images in use"
@@ -102,7 +99,7 @@ def load(request: Request, part: Part) -> Dataset:
     if rest:
         of_all = f"{rest} of {len(train_order):,} training images, as {size} ranks get equally many"
         left_out = "; ".join(filter(None, [left_out, of_all]))
-    reader = Reader(part.threads, request.skip_corrupt)
+    reader = Reader(part.threads)
 
     def shard(files: Files, indices: Tensor) -> Shard:
         images = Streamed(files, indices, reader)

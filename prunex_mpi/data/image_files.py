@@ -23,7 +23,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, one_line
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular
-from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
+from prunex_mpi.data.decoding import MOST_LABEL, Files
 from prunex_mpi.data.images import MOST_PIXELS, as_uint8, open_rgb
 from prunex_mpi.data.request import TEST, Classes, Known, Request
 from prunex_mpi.data.sources import Source
@@ -75,10 +75,7 @@ def find_image_files(request: Request, known: Known, classes: Classes | None = N
         # Not all may be tested.
         count = max(count, classes.count)
 
-    def side_of(index: int) -> int:
-        return min(open_rgb(train.content(index), name=train.name(index)).size)
-
-    side = image_size or side_of_first(len(train.labels), side_of, request.skip_corrupt)
+    side = image_size or min(open_rgb(train.content(0), name=train.name(0)).size)
     digest = hashlib.blake2b(digest_size=8)
     for split in splits:
         digest.update(os.fsencode("\0".join(split.identities)) + b"\n")

@@ -34,7 +34,6 @@ class Request:
     image_size: int = 0
     data_mode: str = "memory"
     workers: int = 0
-    skip_corrupt: bool = False
     tokenizer: str = "bytes"
     context: int = 256
 

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.imports import import_function
 from prunex_mpi.base.logs import log
-from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
+from prunex_mpi.data.decoding import MOST_LABEL, Files
 from prunex_mpi.data.images import load_rgb, to_side
 from prunex_mpi.data.request import TEST, Request
 from prunex_mpi.data.sources import Source
@@ -77,10 +77,7 @@ def find_user_images(request: Request) -> Source:
     train, test = splits[0], splits[-1]
     classes, class_names = _classes_of(train, test)
     counts = len(train.labels), len(test.labels) if with_test else 0
-
-    side = image_size or side_of_first(
-        counts[0], lambda index: min(train.image(index).size), request.skip_corrupt
-    )
+    side = image_size or min(train.image(0).size)
     # Other labels or names of classes are another data set.
     digest = hashlib.blake2b("\0".join(class_names).encode(errors="surrogateescape"), digest_size=8)
     for split in splits:

@@ -42,11 +42,11 @@ from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.finished_run import known_tokenizer, read_finished_run
 from prunex_mpi.run.problem import share_contents, share_text
 from prunex_mpi.run.start import Place, check_launched_together, take_places
-from prunex_mpi.settings.fields import DATASET_DEFAULTS, FROM_FILES, SHARED, TEXT
+from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
 
 # Settings of a run that say on what it was tested.
-DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt", "workers", "tokenizer")
+DATA = ("dataset", "data_dir", "test_samples", "workers", "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -220,14 +220,10 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
             "an exported network does not say which text it is for: give --data-dir a file or a "
             "folder of text"
         )
-    files = data["dataset"] in FROM_FILES or ":" in data["dataset"]
-    if options.skip_corrupt and not files:
-        raise UserError("skip-corrupt is for images in files; leave it away")
     where = f"{options.network}/config.toml"
     check_named("dataset", data["dataset"], (options.dataset,), where, options.network)
     if options.test_samples is not None or given:
         data["test_samples"] = options.test_samples or 0
-    data["skip_corrupt"] = options.skip_corrupt or data.get("skip_corrupt", False)
     return data
 
 

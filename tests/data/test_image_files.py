@@ -57,8 +57,7 @@ def test_tar_files_hold_what_folders_hold(folder, shards, mode, size):
     )
 
 
-def test_a_damaged_image_is_named_or_replaced(folder, shards):
-    whole = load("webdataset", shards)
+def test_a_damaged_image_is_named(folder, shards):
     path = shards / "train/0000.tar"
     with tarfile.open(path) as tar:
         start = tar.getmember("ant_001.jpg").offset_data
@@ -69,10 +68,6 @@ def test_a_damaged_image_is_named_or_replaced(folder, shards):
         for rank in range(2):
             data.load(Request(dataset="webdataset", data_dir=str(shards), seed=3), Part(rank, 2))
     assert f"cannot read image {path}:ant_001.jpg" in str(caught.value)
-    kept = load("webdataset", shards, skip_corrupt=True)
-    other = load("webdataset", shards, skip_corrupt=True, data_mode="stream")
-    assert torch.equal(kept.train.images, other.train.images[:])
-    assert torch.equal(kept.train.labels, whole.train.labels)
 
 
 def flip_header(path: Path) -> None:

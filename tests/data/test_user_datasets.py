@@ -11,7 +11,7 @@ import numpy as np
 import own_data
 import pytest
 import torch
-from image_folders import CLASSES, damage, write_folder
+from image_folders import CLASSES, write_folder
 from own_data import Own
 from PIL import Image
 from torchvision import tv_tensors
@@ -275,26 +275,6 @@ def test_what_is_wrong_is_said_in_a_line(name, code, words, mode):
     assert words in str(caught.value) and f"own_data:{name}" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == code
-
-
-@pytest.mark.parametrize("mode", ["memory", "stream"])
-def test_a_damaged_item_is_replaced_on_request(mode):
-    loaded = load("damaged", data_mode=mode, skip_corrupt=True)
-    images = loaded.train.images[:]
-    # That of item 1, the other one of its class, stands for it.
-    of_class_1 = images[loaded.train.labels == 1][:, 0, 0, 0]
-    assert of_class_1.tolist() == [20, 20]
-
-
-def test_files_that_are_gone_are_not_replaced(tmp_path):
-    folder = write_folder(tmp_path, train=3, test=1)
-    gone, broken = (folder / f"train/bee/00{number}.png" for number in (0, 2))
-    damage(broken)
-    load("from_files", data_dir=str(folder), skip_corrupt=True)
-    gone.unlink()
-    gone.symlink_to("nowhere")
-    with pytest.raises(UserError, match=r"train\[3\] \(FileNotFoundError"):
-        load("from_files", data_dir=str(folder), skip_corrupt=True)
 
 
 def test_other_sizes_are_cropped_on_request():

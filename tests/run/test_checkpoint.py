@@ -528,21 +528,6 @@ def test_a_checkpoint_without_what_is_under_way_is_refused():
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("place", [[-1, 0], [0, -1], [0, 10**6]])
-def test_a_place_that_no_data_have_is_refused(place):
-    with nodes_of(1) as topology:
-        run = new_run(topology, "recipe")
-        tensors, numbers = contents(topology, run.state, run.problem)
-        whose = {"leader": True, "first": WORLD.rank == 0, "same_nodes": True}
-        found = misfit(tensors, {**numbers, "data": place}, run.state, run.problem, **whose)
-        assert found == f"epoch {place[0]}, step {place[1]} is no place in this rank's data"
-        # Ranks of fewer nodes had more images, and more steps in an epoch.
-        whose["same_nodes"] = False
-        found = misfit(tensors, {**numbers, "data": place}, run.state, run.problem, **whose)
-        assert ("is no place" in found) == (min(place) < 0)
-
-
-@pytest.mark.two_ranks
 @pytest.mark.parametrize("after", [1, 3])
 def test_weights_that_are_not_trained_come_back(after):
     fixed = [name for name, _ in NoisyNet().named_parameters()][:1]
