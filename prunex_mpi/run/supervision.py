@@ -121,7 +121,6 @@ def train(
     ):
         context = replace(context, stop=stop, behind=behind)
         if kept is not None:
-            kept.context = context
             # What was trained before a loss is in memory: however late, it becomes a checkpoint.
             stop.went_on = kept.loss is not None and bool(kept.snapshots)
         if kept is None:
