@@ -108,33 +108,25 @@ def window_batches(
         yield pairs(shard.tokens.rows(starts, shard.context + 1), device)
 
 
-def cut(
-    count: int,
-    begin: int,
-    val_split: float,
-    context: int,
-    ranks: int,
-    most: int = 0,
-    with_test: bool = True,
-) -> tuple[int, int]:
+def cut(count: int, begin: int, request: Request, ranks: int) -> tuple[int, int]:
     """Return how many of `count` tokens are to train on and, behind them, held out.
 
-    Both are before `begin`, from where on the others are to test on. Of the former the first `most`
-    windows, unless 0. Without `with_test` there may be no others. Raises UserError (UNREADABLE) for
-    a part that has no window of `context` tokens, or too few for all ranks.
+    Both are before `begin`, from where on the others are to test on. Raises UserError (UNREADABLE)
+    for a part that has no window, or too few for all ranks.
     """
+    most, context = request.train_samples or 0, request.context
     trained = most * context + 1 if most else begin
     if trained > begin:
         raise UserError(
             f"--train-samples {most}: there are only {(begin - 1) // context} windows of "
             f"{context} tokens; 0 takes all"
         )
-    val = round(trained * val_split)
+    val = round(trained * request.val_split)
     train = trained - val
     for tokens, purpose, needed in (
         (train, "train on", True),
-        (count - begin, "test on", with_test),
-        (val, "hold out", val_split > 0),
+        (count - begin, "test on", request.test_samples is not None),
+        (val, "hold out", request.val_split > 0),
     ):
         if needed and tokens <= context:
             raise UserError(
@@ -207,15 +199,11 @@ class TextSet:
 
 def take_windows(text: Text, request: Request, part: tuple[int, int]) -> TextSet:
     """Return the windows of rank `part[0]` of `part[1]`. Raises UserError for impossible counts."""
-    wanted, tested = request.train_samples, request.test_samples
     (rank, size), tokens, context = part, text.tokens, request.context
-    # What is tested alone needs no window for each rank.
-    trains = wanted is not None
-    ranks = size if trains else 1
-    with_test = tested is not None
+    trains, tested = request.train_samples is not None, request.test_samples
     count, begin = len(tokens), text.begin
-    sizes = count, begin, request.val_split, context, ranks
-    trained, held = cut(*sizes, wanted or 0, with_test)
+    # What is tested alone needs no window for each rank.
+    trained, held = cut(count, begin, request, size if trains else 1)
     per_rank = (trained - 1) // context // size if trains else 0
     first = rank * per_rank * context
     test = windows_of(tokens, begin, count, context)
@@ -232,9 +220,9 @@ def take_windows(text: Text, request: Request, part: tuple[int, int]) -> TextSet
         context=context,
         stop=trained,
         train=Windows(tokens, range(first, first + per_rank * context, context), context),
-        test=test.part(share) if with_test else None,
+        test=None if tested is None else test.part(share),
         val=val.part(share) if request.val_split else None,
         train_total=trained,
-        test_total=len(test) * context if with_test else 0,
+        test_total=0 if tested is None else len(test) * context,
         val_total=len(val) * context if request.val_split else 0,
     )
