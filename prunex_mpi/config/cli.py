@@ -6,13 +6,12 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
-from prunex_mpi.base.files import TOKENIZER, open_regular, regular_only, tomllib
+from prunex_mpi.base.files import TOKENIZER, regular_only, tomllib
 from prunex_mpi.base.imports import check_foreign
 from prunex_mpi.config.parser import Parser, last_value, program_parser
 from prunex_mpi.config.resolve import (
@@ -95,18 +94,10 @@ def resumed_by_tokenizer(
 ) -> Settings:
     """Return the settings of a run that goes on, as `resumed`, wherever its tokenizer's file lies.
 
-    A file that is `given` is judged by its bytes. The run's own copy stands in where none is left.
+    The run's own copy stands in where that file is not there any more.
     """
-    kept = Path(given["run_dir"]) / TOKENIZER
-    if saved["tokenizer"] in ("bytes", "chars") or not os.path.exists(kept):
-        return resumed(saved, given, asked)
-    with suppress(OSError), open_regular(kept) as ours:
-        if "tokenizer" in given:
-            with open_regular(given["tokenizer"]) as named:
-                if ours.read() == named.read():
-                    given = {**given, "tokenizer": saved["tokenizer"]}
-    settings = resumed(saved, given, asked)
-    gone = not os.path.exists(settings.tokenizer)
+    settings, kept = resumed(saved, given, asked), Path(given["run_dir"]) / TOKENIZER
+    gone = os.path.exists(kept) and not os.path.exists(settings.tokenizer)
     return dataclasses.replace(settings, tokenizer=str(kept)) if gone else settings
 
 

@@ -46,7 +46,7 @@ class FileSplit:
     content: Callable[[int], str | BytesIO]  # returns an image's file, or its path
     identities: Iterator[str]  # tell images from others, wherever the folder is; read once
     where: str  # the folder, for a message
-    left_out: list[str]  # phrases about what lies there and is not read
+    left_out: str  # what lies there and is not read
 
 
 def find_image_files(request: Request, known: Known, classes: Classes | None = None) -> Source:
@@ -93,7 +93,7 @@ def find_image_files(request: Request, known: Known, classes: Classes | None = N
         flip=True,
         pad=side // 8,
         found=", ".join(found),
-        left_out="; ".join(text for split in splits for text in split.left_out),
+        left_out="; ".join(split.left_out for split in splits if split.left_out),
         class_names=train.class_names,
         digest=digest.hexdigest(),
     )
@@ -147,19 +147,16 @@ def class_folders(folder: Path) -> list[str]:
 def _in_class_folders(folder: Path, known: Known) -> FileSplit:
     """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image."""
     images: list[str] = []
-    folders, foreign = read_names(str(folder))
-    empty: list[str] = []  # class folders without an image
-    deeper: list[str] = []  # folders inside class folders; `foreign` are other files
+    # Other files, folders inside class folders, and class folders without an image.
+    folders, left_out = read_names(str(folder))
     for name in folders:
         path = f"{folder}/{name}"
         inside, files = known.get(path) or read_names(path)
         # By the name alone: what is no image in spite of it is named when it can't be decoded.
         here = {x for x in (*inside, *files) if x.lower().endswith(IMG_EXTENSIONS)}
         images.extend(f"{path}/{image}" for image in here)
-        for rest, others in ((deeper, inside), (foreign, files)):
-            rest.extend(f"{name}/{other}" for other in others if other not in here)
-        if not here:
-            empty.append(name)
+        left_out += [f"{name}/{other}" for other in (*inside, *files) if other not in here]
+        left_out += [] if here else [name]
     if not images:
         message = f"no image in {folder}: --data-dir must hold train/<class>/*, to train on, and"
         message += " test/<class>/*"
@@ -177,16 +174,7 @@ def _in_class_folders(folder: Path, known: Known) -> FileSplit:
         content=images.__getitem__,
         identities=(path[len(str(folder.parent)) :] for path in images),
         where=str(folder),
-        left_out=[
-            f"{len(names):,} {what}{'s' * (len(names) > 1)} {which}"
-            f"({listed(f'{folder.name}/{name}' for name in names)})"
-            for names, what, which in (
-                (empty, "class folder", "without an image "),
-                (deeper, "folder", "inside a class folder "),
-                (foreign, "other file", ""),
-            )
-            if names
-        ],
+        left_out=listed(f"{folder.name}/{name}" for name in left_out),
     )
 
 
@@ -225,15 +213,13 @@ def _in_tar_files(folder: Path, known: Known) -> FileSplit:
         for path, headers in zip(paths, every, strict=True)
         for name in headers["dotted"]
     ]
-    left_out = []
-    if dotted:
-        number = "1 member" if len(dotted) == 1 else f"{len(dotted):,} members"
-        left_out = [f"{number} with more than one dot in the name, such as {dotted[0]}"]
+    left_out = f"names with more than one dot: {listed(dotted)}" if dotted else ""
     names = [name for headers in every for name in headers["names"]]
     if not names:
         message = f"no image in {folder}/*.tar: --data-dir must hold train/*.tar and test/*.tar"
         message += " of KEY.jpg and KEY.cls, not compressed"
-        raise UserError("; left out: ".join([message, *left_out]), UNREADABLE)
+        message += f"; left out: {left_out}" if left_out else ""
+        raise UserError(message, UNREADABLE)
     file = np.repeat(np.arange(len(every)), [len(headers["names"]) for headers in every])
     starts, sizes, labels = (
         np.array([value for headers in every for value in headers[what]], dtype=np.int64)

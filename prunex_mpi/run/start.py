@@ -19,7 +19,6 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.comm.agreement import (
     broadcast_text,
     raise_together,
@@ -154,9 +153,6 @@ def prepare(place: Place, settings: Settings) -> Transport:
 
     Raises UserError on every rank. Collective on `world`.
     """
-    world = place.topology.world
-    if settings.tensorboard:
-        run_collectively(world, lambda: require_packages("--tensorboard", "report", "tensorboard"))
     apply_findings(place, settings)
     transport = find_transport(place, settings)
     check_exchange(place.topology, settings)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged, UserError
-from prunex_mpi.base.files import METRICS, telling_disk_errors
+from prunex_mpi.base.files import METRICS
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
@@ -44,7 +44,7 @@ from prunex_mpi.methods.exchanges import check_workers
 from prunex_mpi.methods.stepper import Stepper
 from prunex_mpi.models import batchnorm
 from prunex_mpi.run import checkpoint, checkpoint_files
-from prunex_mpi.run.directory import RunDirectory, Tensorboard
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.kept import Kept, keep
 from prunex_mpi.run.pretrained import evaluate_initial
 from prunex_mpi.settings.fields import Settings
@@ -104,19 +104,11 @@ def train(
 ) -> tuple[str, str]:
     """Train with all that goes on meanwhile; return the status, and what stopped the run, or "".
 
-    With `kept` each outer iteration is kept in memory.
-
-    Collective on `world`.
+    With `kept` each outer iteration is kept in memory. Collective on `world`.
     """
-    world, settings = topology.world, context.settings
-
-    def open_tensorboard() -> None:
-        if settings.tensorboard and files is not None:
-            files.tensorboard = Tensorboard(files.path, context.state.position.iteration)
-
-    run_collectively(world, lambda: telling_disk_errors("the folder tensorboard", open_tensorboard))
+    settings = context.settings
     with (
-        stop_agreement(world, received, deadline, topology.made) as stop,
+        stop_agreement(topology.world, received, deadline, topology.made) as stop,
         exchanging_behind(topology, goes_behind_steps(settings), context.transport) as behind,
     ):
         context = replace(context, stop=stop, behind=behind)
@@ -246,8 +238,6 @@ def recorded(
             files.append(METRICS, [record])
             files.append("layers.jsonl", layers)
             files.append("ranks.jsonl", [row] if row else [])
-            if files.tensorboard is not None:
-                files.tensorboard.add(record)
         if context.state.position.clock.profiler is not None:
             context.state.position.clock.profiler.step()
         progress.update(record, context.state.position.steps_done, local_steps(context))

@@ -417,7 +417,6 @@ class Settings:
         choices=("auto", "on", "off"),
     )
     evaluate_every: int = _setting("outer iterations between evaluations", low=1)
-    tensorboard: bool = _setting("also write the metrics for TensorBoard", False)
     trace: bool = _setting("write trace.json, and one per other rank, by torch's profiler", False)
     dry_run: bool = _setting("print settings and message sizes, then exit without training", False)
 
@@ -453,7 +452,7 @@ OF_THE_JOB = (
     *("run_dir", "resume", "checkpoint_every", "timeout", "time_limit", "on_node_loss"),
     *("min_nodes", "trace", "dry_run"),
     *("data_dir", "download", "data_mode", "workers", "device", "mpi_buffers"),
-    *("ranks_per_node", "rack_of", "progress", "tensorboard"),
+    *("ranks_per_node", "rack_of", "progress"),
 )
 # The settings that all methods share, by name.
 SHARED = {f.name: f for f in dataclasses.fields(Settings) if f.metadata["section"]}

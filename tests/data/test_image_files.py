@@ -175,16 +175,14 @@ def test_members_with_a_dot_in_their_keys_are_left_out_and_told_of(shards):
     for name in ("ant_001.seg.PNG", "ant_001.meta.json", "new.1.jpg", "new.1.cls"):
         append(name, b"1")(shards / "train/0000.tar")
     dotted = load("webdataset", shards)
-    assert dotted.left_out == (
-        "3 members with more than one dot in the name, such as "
-        f"{shards}/train/0000.tar:ant_001.seg.PNG"
-    )
+    names = [f"{shards}/train/0000.tar:{name}" for name in ("ant_001.seg.PNG", "new.1.jpg")]
+    assert dotted.left_out.startswith(f"names with more than one dot: {', '.join(names)}")
     assert torch.equal(dotted.train.images, whole.train.images)
     for path in (shards / "train").glob("*.tar"):
         path.unlink()
     with tarfile.open(shards / "train/0.tar", "w") as tar:
         add(tar, "n01.99.jpg", b"x")
-    with pytest.raises(UserError, match=r"left out: 1 member with .*0\.tar:n01\.99\.jpg"):
+    with pytest.raises(UserError, match=r"left out: names with .*0\.tar:n01\.99\.jpg"):
         load("webdataset", shards)
 
 

@@ -679,16 +679,6 @@ def test_what_is_no_checkpoint_does_not_stop_the_next_ones(interrupted, place):
     assert any(f"going on from checkpoint {OLDER}" in line for line in ended.records)
 
 
-@PROPERTY
-@given(st.data())
-def test_config_of_a_run_cut_anywhere(finished, data):
-    size = (finished / "config.toml").stat().st_size
-    with tempfile.TemporaryDirectory() as name:
-        folder = interrupt(finished, Path(name) / "run")
-        cut(folder / "config.toml", data.draw(st.integers(0, size - 1)))
-        assert_refused(resume(folder), UNREADABLE, "config.toml")
-
-
 def flip(path: Path, place: int, bit: int) -> None:
     contents = bytearray(path.read_bytes())
     contents[place] ^= 1 << bit

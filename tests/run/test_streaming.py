@@ -22,7 +22,6 @@ from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods import pactrain
 from prunex_mpi.methods.pactrain import batches_to_score
 from prunex_mpi.run import checkpoint_files, problem, supervision
-from prunex_mpi.run.pretrained import INITIAL
 from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
@@ -127,15 +126,6 @@ def test_a_damaged_test_image_is_found_where_test_images_were_kept_back(
     assert run("run", *flags) == UNREADABLE
     assert f"cannot read image {victim}" in capfd.readouterr().err
     assert not (tmp_path / "run/summary.json").exists()
-
-
-def test_nothing_is_said_of_weights_that_were_judged_on_damaged_images(tmp_path, pictures, run):
-    whole = ("--data-mode", "stream", *COLOURS, "--outer-iterations", "1")
-    assert run("first", *whole) == 0
-    damage(sorted((pictures / "test/bee").iterdir())[2])
-    start = ("--init-from", str(tmp_path / "first"))
-    assert run("run", *whole, *start) == UNREADABLE
-    assert not (tmp_path / "run" / INITIAL).exists()
 
 
 # --------------------------------------------------------------------------------------------------
