@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from tarfile import TarError
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +31,8 @@ from prunex_mpi.data.sources import Source
 BLOCK = 512  # of a tar file
 SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits
 VALIDATION = "val"  # a folder of the name that the test set may have instead
-# Of what is read into memory: long names and other records about a member, a class, an image.
-MOST_BYTES_ABOUT, MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 2**16, 32, 8 * MOST_PIXELS
+# Of what is read into memory: a class, an image.
+MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 32, 8 * MOST_PIXELS
 
 
 @dataclass(frozen=True)
@@ -260,22 +260,6 @@ def _member(path: str, start: int, size: int, name: str) -> BytesIO:
     return BytesIO(content)
 
 
-class _InBounds:
-    """A tar file as the tarfile module reads it: blocks, and records about members.
-
-    The module reads as much as a header says, all there is for a size below 0.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.seek, self.tell = file, file.seek, file.tell
-
-    def read(self, size: int) -> bytes:
-        """Read `size` bytes; raise ReadError for a size that no such record has."""
-        if not 0 <= size <= MOST_BYTES_ABOUT:
-            raise tarfile.ReadError(f"a record of {size:,} bytes about a member")
-        return self.file.read(size)
-
-
 def read_headers(path: str) -> dict[str, list]:
     """Read all headers and classes of a tar file, and no image; raise UserError (UNREADABLE).
 
@@ -287,7 +271,7 @@ def read_headers(path: str) -> dict[str, list]:
     classes: dict[str, int] = {}
     dotted: list[str] = []
     try:
-        with open_regular(path) as file, tarfile.open(mode="r:", fileobj=_InBounds(file)) as tar:
+        with open_regular(path) as file, tarfile.open(mode="r:", fileobj=file) as tar:
             for member in tar:
                 # The module would read the same members again and again, for ever.
                 if member.size < 0 or tar.offset <= member.offset or member.sparse is not None:
@@ -326,7 +310,7 @@ def read_headers(path: str) -> dict[str, list]:
                     )
                     raise ValueError(f"it {place}: keep tar files that were joined apart")
     # What the module raises where a header is damaged.
-    except (OSError, ValueError, IndexError, OverflowError, RecursionError, TarError) as error:
+    except (OSError, ValueError, IndexError, OverflowError, TarError) as error:
         message = f"cannot read tar file {path} ({one_line(error)}): repair or remove it"
         raise UserError(message, UNREADABLE) from error
     odd = sorted(images.keys() ^ classes.keys())

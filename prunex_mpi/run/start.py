@@ -69,9 +69,6 @@ from prunex_mpi.settings.fields import Settings
 
 # Layers behind which weights of any size do, and learning rates of ResNets with them.
 STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
-# What torch calls x86 processors that emulate bfloat16 and float16: a step of ResNet-18 on 8 images
-# took 5.7 s there, and 0.16 s in float32.
-EMULATING = ("NO AVX", "AVX2")
 # Of the largest output of a network, where it is computed twice.
 SAME_WITHIN = 1e-4
 # Of the epochs that a run is asked for, where whole steps make more or fewer.
@@ -236,13 +233,6 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
         )
     if line := other_length(context.settings, problem.steps, problem.train.steps_per_epoch):
         log.warning("%s", line)
-    amp, kind = context.settings.amp, torch.backends.cpu.get_cpu_capability()
-    if amp != "off" and context.state.theta.device == CPU and kind in EMULATING:
-        log.warning(
-            "amp %s: a processor without AVX-512 emulates it, many times as slow as float32; leave "
-            "it away",
-            amp,
-        )
 
 
 def _prunable(context: RunContext) -> str:
