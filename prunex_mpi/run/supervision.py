@@ -104,7 +104,8 @@ def train(
 ) -> tuple[str, str]:
     """Train with all that goes on meanwhile; return the status, and what stopped the run, or "".
 
-    With `kept` each outer iteration is kept in memory. Collective on `world`.
+    `files` is None on all ranks but world rank 0. With `kept` each outer iteration is kept in
+    memory. Raises Diverged on every rank. Collective on `world`.
     """
     settings = context.settings
     with (
@@ -115,13 +116,21 @@ def train(
         if kept is not None:
             # What was trained before a loss is in memory: however late, it becomes a checkpoint.
             stop.went_on = kept.loss is not None and bool(kept.snapshots)
-        if kept is None:
+        else:
             # Whatever goes on does so from a checkpoint.
             received.kept = context.state.position.iteration - 1
         received.training = True
         evaluate_initial(topology, files, context)
-        with tracing(topology, files, context):
-            status = run_to_end(topology, files, context, checkpoints, kept)
+        try:
+            with (
+                tracing(topology, files, context),
+                closing(progress_of(topology, context)) as progress,
+            ):
+                status = iterate(topology, files, context, checkpoints, progress, kept)
+        except Diverged as error:
+            if files is not None:
+                files.note_divergence(str(error))
+            raise
     return status, stop.reason
 
 
@@ -147,27 +156,6 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
         run_collectively(topology.world, check_thread_support)
 
 
-def run_to_end(
-    topology: Topology,
-    files: RunDirectory | None,
-    context: RunContext,
-    checkpoints: Checkpoints,
-    kept: Kept | None,
-) -> str:
-    """Iterate from where the state stands; return "completed", "converged" or "preempted".
-
-    `files` is None on all ranks but world rank 0. Raises Diverged on every rank. Collective on
-    `world`.
-    """
-    with closing(progress_of(topology, context)) as bar:
-        try:
-            return iterate(topology, files, context, checkpoints, bar, kept)
-        except Diverged as error:
-            if files is not None:
-                files.note_divergence(str(error))
-            raise
-
-
 def progress_of(topology: Topology, context: RunContext) -> Progress:
     """Show a run from where it stands."""
     settings, problem = context.settings, context.problem
@@ -191,7 +179,10 @@ def iterate(
     progress: Progress,
     kept: Kept | None,
 ) -> str:
-    """Run the driver until it ends, stops or diverges; return the status. Collective."""
+    """Iterate from where the state stands; return "completed", "converged" or "preempted".
+
+    Collective on `world`.
+    """
     # Nothing is left where a job ended between its last checkpoint and its summary.
     if context.state.position.converged_of == context.settings.outer_iterations:
         return "converged"
