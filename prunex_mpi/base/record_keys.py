@@ -69,12 +69,12 @@ def reached(record: Mapping[str, Any], which: str) -> str:
     return text
 
 
-def flat_table(table: Mapping[str, Any], between: str = ".") -> dict[str, Any]:
+def flat_table(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table without tables inside it: what these hold is called "KEY.key"."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         inner = value if isinstance(value, dict) else {"": value}
-        found |= {f"{key}{between}{own}" if own else key: item for own, item in inner.items()}
+        found |= {f"{key}.{own}" if own else key: item for own, item in inner.items()}
     return found
 
 

@@ -6,15 +6,14 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
-from prunex_mpi.base.files import TOKENIZER, open_regular, regular_only, tomllib
+from prunex_mpi.base.files import TOKENIZER, regular_only, tomllib
 from prunex_mpi.base.imports import check_foreign
-from prunex_mpi.config.parser import Parser, last_value, program_parser
+from prunex_mpi.config.parser import Parser, program_parser
 from prunex_mpi.config.resolve import (
     BY_NAME,
     FIELDS,
@@ -64,13 +63,8 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
     """
     helps = [number for number, word in enumerate(argv) if word in ("-h", "--help")]
     if helps:
-        rest = [word for number, word in enumerate(argv) if number not in helps]
         about = argv[helps[0] + 1] if len(argv) > helps[0] + 1 else ""
-        names = ("preset", "method", "optimizer", "dataset")
-        preset, method, *kind = (last_value(rest, f"--{name}") for name in names)
-        about = "" if about.startswith("-") else about
-        known = preset in PRESETS, method in BY_NAME
-        print_help(about, preset if known[0] else "recipe", method if known[1] else "prunex", *kind)
+        print_help("" if about.startswith("-") else about)
         sys.exit(0)
     flags = vars(build_parser().parse_all(argv))
     paths = flags.pop("config", [])
@@ -95,18 +89,10 @@ def resumed_by_tokenizer(
 ) -> Settings:
     """Return the settings of a run that goes on, as `resumed`, wherever its tokenizer's file lies.
 
-    A file that is `given` is judged by its bytes. The run's own copy stands in where none is left.
+    The run's own copy stands in where that file is not there any more.
     """
-    kept = Path(given["run_dir"]) / TOKENIZER
-    if saved["tokenizer"] in ("bytes", "chars") or not os.path.exists(kept):
-        return resumed(saved, given, asked)
-    with suppress(OSError), open_regular(kept) as ours:
-        if "tokenizer" in given:
-            with open_regular(given["tokenizer"]) as named:
-                if ours.read() == named.read():
-                    given = {**given, "tokenizer": saved["tokenizer"]}
-    settings = resumed(saved, given, asked)
-    gone = not os.path.exists(settings.tokenizer)
+    settings, kept = resumed(saved, given, asked), Path(given["run_dir"]) / TOKENIZER
+    gone = os.path.exists(kept) and not os.path.exists(settings.tokenizer)
     return dataclasses.replace(settings, tokenizer=str(kept)) if gone else settings
 
 
@@ -184,14 +170,12 @@ def build_parser() -> Parser:
     return parser
 
 
-def print_help(
-    about: str, preset: str, method: str, optimizer: str = "", dataset: str = ""
-) -> None:
+def print_help(about: str) -> None:
     """Print the flags that matter first, or those of a group, of a method, or `all`.
 
-    Defaults in brackets are those with what else is given. Raises UserError for another word.
+    Defaults in brackets are those of the recipe. Raises UserError for another word.
     """
-    usual = defaults(preset, BY_NAME[method], optimizer, dataset)
+    usual = defaults("recipe", BY_NAME["prunex"])
     groups = list(dict.fromkeys(field.metadata["section"] for field in FIELDS.values()))
     groups = [group for group in groups if group]
     methods = textwrap.fill(", ".join(BY_NAME), 98)
@@ -213,7 +197,7 @@ def print_help(
     elif about in BY_NAME:
         parser.description = f"{about}: {BY_NAME[about].help}."
         names = ["method", *BY_NAME[about].option_fields()]
-        usual |= defaults(preset, BY_NAME[about], optimizer, dataset)
+        usual |= defaults("recipe", BY_NAME[about])
     elif about:
         guess = meant(about, [*groups, *BY_NAME, "all", "presets"])
         raise UserError(f"--help {quote(about)}: there is no such group or method{guess}")

@@ -8,7 +8,6 @@ are decoded in their order into as many buffers as are under way, which are used
 """
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,36 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.limits import cpu_limit
-from prunex_mpi.base.logs import log
 
 # Batches that are decoded before they are asked for.
 PREFETCHED = 4
 # What a thread takes at a time: small, so that all end a batch together.
 CHUNK = 8
-# Warnings of single files; after them only doublings of their number are told.
-TOLD = 10
 # Above it a label is no number of a class.
 MOST_LABEL = 2**31 - 1
 # More threads wait for the interpreter's lock.
 MOST_DECODING = 16
-
-Finding = tuple[str, str]  # a file that can't be read, and the one in its place
-
-
-@dataclass(frozen=True)
-class Access:
-    """How a rank comes by its images; `workers` threads decode.
-
-    `mode` is memory, stream, auto, which streams what memory can't hold, or once, which streams all
-    that are files. With `skip_corrupt` a damaged image is replaced by the next one of its class.
-    """
-
-    download: bool = False
-    mode: str = "memory"
-    workers: int = 1
-    skip_corrupt: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,15 +36,13 @@ class Files:
     """The images of one split in their order, which is the same on every rank.
 
     `decode(i)` returns image i as uint8 [3, side, side]; it is called by several threads at a time
-    and raises UserError (UNREADABLE). `name(i)` is what messages call the image. Those `held_out`
-    and all others never stand in for each other.
+    and raises UserError (UNREADABLE). `name(i)` is what messages call the image.
     """
 
     labels: Tensor  # int64 [n]
     side: int
     decode: Callable[[int], Tensor]
     name: Callable[[int], str]
-    held_out: Tensor | None = None  # bool [n], None for none
 
 
 class Reader:
@@ -74,27 +52,21 @@ class Reader:
     the first error is kept in `error` until all ranks agree to end, and the image is black.
     """
 
-    def __init__(self, access: Access) -> None:
-        self.skip_corrupt = access.skip_corrupt
-        self.pool = ThreadPoolExecutor(access.workers, thread_name_prefix="decode")
+    def __init__(self, threads: int) -> None:
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
         self.error: UserError | None = None
-        self.replaced: dict[str, str] = {}
-        self.substitutes: dict[tuple[int, int], int] = {}
-        self.lock = threading.Lock()
 
     def begin(self, files: Files, indices: Sequence[int], out: np.ndarray) -> list[Future]:
         """Begin to decode images `indices` into uint8 `out` [n, 3, side, side]."""
         starts = range(0, len(indices), CHUNK)
         parts = [(indices[start : start + CHUNK], out[start : start + CHUNK]) for start in starts]
-        return [self.pool.submit(self._decode_all, files, *part) for part in parts]
+        return [self.pool.submit(_decode, files, *part) for part in parts]
 
     def finish(self, futures: Sequence[Future]) -> None:
-        """Wait until what was begun is done; keep the first error, and tell what was replaced."""
+        """Wait until what was begun is done; keep the first error."""
         for future in futures:
-            findings, error = future.result()
+            error = future.result()
             self.error = self.error or error
-            for finding in findings:
-                self._tell(*finding)
 
     def close(self) -> None:
         """End the threads; what they have not begun is not decoded."""
@@ -106,81 +78,17 @@ class Reader:
         if error is not None:
             raise error
 
-    def _decode_all(
-        self, files: Files, indices: Sequence[int], out: np.ndarray
-    ) -> tuple[list[Finding], UserError | None]:
-        findings, first = [], None
-        for index, target in zip(indices, out, strict=True):
-            try:
-                found = self._decode(files, index, target)
-                if found != index:
-                    findings.append((files.name(index), files.name(found)))
-            except UserError as error:
-                target.fill(0)
-                first = first or error
-        return findings, first
 
-    def _decode(self, files: Files, index: int, target: np.ndarray) -> int:
-        """Fill `target` with image `index` or, where that is allowed, its substitute; say which."""
-        known = self.substitutes.get((id(files), index), index)
+def _decode(files: Files, indices: Sequence[int], out: np.ndarray) -> UserError | None:
+    """Decode images `indices` into `out`, black where one can't be read; return the first error."""
+    first = None
+    for index, target in zip(indices, out, strict=True):
         try:
-            target[:] = files.decode(known).numpy()
-            return known
+            target[:] = files.decode(index).numpy()
         except UserError as error:
-            if not self.skip_corrupt or not is_damaged(error):
-                raise
-        found = self._substitute(files, index, target)
-        with self.lock:
-            self.substitutes[id(files), index] = found
-        return found
-
-    def _substitute(self, files: Files, index: int, target: np.ndarray) -> int:
-        """Fill `target` with the next readable image of the same class, `held_out` or not alike."""
-        may = files.labels == files.labels[index]
-        if files.held_out is not None:
-            may &= files.held_out == files.held_out[index]
-        alike = torch.nonzero(may).flatten().tolist()
-        place = alike.index(index)
-        for other in alike[place + 1 :] + alike[:place]:
-            try:
-                target[:] = files.decode(other).numpy()
-                return other
-            except UserError as error:
-                if not is_damaged(error):
-                    raise
-        others = "all others of its class"
-        if files.held_out is not None:
-            others += f" that are{'' if files.held_out[index] else ' not'} held out"
-        message = f"image {files.name(index)} is damaged and so are {others}"
-        raise UserError(f"{message}: repair them or remove the class", UNREADABLE)
-
-    def _tell(self, name: str, other: str) -> None:
-        if name in self.replaced:
-            return
-        self.replaced[name] = other
-        count = len(self.replaced)
-        if count <= TOLD:
-            log.warning("damaged image %s is replaced by %s (%d so far)", name, other, count)
-        elif count & (count - 1) == 0:
-            log.warning("%d damaged images are replaced so far", count)
-
-
-def side_of_first(count: int, side: Callable[[int], int], skip_corrupt: bool) -> int:
-    """Return the `side` of the first of `count` images; with `skip_corrupt` the first readable."""
-    for index in range(count):
-        try:
-            return side(index)
-        except UserError as error:
-            last = index == count - 1
-            if not skip_corrupt or last or not is_damaged(error):
-                raise
-    raise ValueError("no images")
-
-
-def is_damaged(error: UserError) -> bool:
-    """Return whether the content of an image is wrong, and not the access to it."""
-    cause = error.__cause__
-    return cause is not None and getattr(cause, "errno", None) is None
+            target.fill(0)
+            first = first or error
+    return first
 
 
 def decoding_threads(sharers: int, wanted: int = 0, here: int = 1) -> int:

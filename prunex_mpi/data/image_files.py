@@ -9,12 +9,12 @@ name: KEY.seg.jpg is no image here, and such members are left out and told of.
 import hashlib
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from tarfile import TarError
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,24 +23,16 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, one_line
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular
-from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
+from prunex_mpi.data.decoding import MOST_LABEL, Files
 from prunex_mpi.data.images import MOST_PIXELS, as_uint8, open_rgb
+from prunex_mpi.data.request import TEST, Classes, Known, Request
 from prunex_mpi.data.sources import Source
 
 BLOCK = 512  # of a tar file
 SIZE = slice(124, 136)  # where a header says how many bytes follow, in octal digits
-# What there may be: images to train on, and those to test on.
-BOTH = TRAIN, TEST = "train", "test"
 VALIDATION = "val"  # a folder of the name that the test set may have instead
-# Of what is read into memory: long names and other records about a member, a class, an image.
-MOST_BYTES_ABOUT, MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 2**16, 32, 8 * MOST_PIXELS
-
-
-class Classes(NamedTuple):
-    """Those that a network knows: how many, and their names, () where they are numbers."""
-
-    count: int
-    names: tuple[str, ...]
+# Of what is read into memory: a class, an image.
+MOST_BYTES_CLASS, MOST_BYTES_IMAGE = 32, 8 * MOST_PIXELS
 
 
 @dataclass(frozen=True)
@@ -54,32 +46,18 @@ class FileSplit:
     content: Callable[[int], str | BytesIO]  # returns an image's file, or its path
     identities: Iterator[str]  # tell images from others, wherever the folder is; read once
     where: str  # the folder, for a message
-    left_out: list[str]  # phrases about what lies there and is not read
+    left_out: str  # what lies there and is not read
 
 
-# What ranks read for each other, by path, as JSON can hold it: of each class folder the names of
-# folders and of files, of each tar file what `read_headers` returns.
-Known = Mapping[str, Any]
+def find_image_files(request: Request, known: Known, classes: Classes | None = None) -> Source:
+    """Return the images below the data set's folder, cropped and scaled where that is asked for.
 
-
-def find_image_files(
-    name: str,
-    data_dir: Path,
-    image_size: int,
-    skip_corrupt: bool,
-    with_test: bool,
-    known: Known,
-    classes: Classes | None = None,
-) -> Source:
-    """Return the images below `data_dir`, cropped and scaled where `image_size` asks for it.
-
-    `name` is one of CONTENTS; what is not `known` from other ranks is read. With the `classes` of a
-    network there need be none to train on, and those to test on are found alone. Raises UserError
-    (UNREADABLE).
+    What is not `known` from other ranks is read. With the `classes` of a network there need be none
+    to train on, and those to test on are found alone. Raises UserError (UNREADABLE).
     """
-    find = _in_class_folders if name == "imagefolder" else _in_tar_files
-    parts = (TEST,) if classes else BOTH if with_test else (TRAIN,)
-    splits = [find(folder, known) for folder in _split_folders(data_dir, parts)]
+    data_dir, image_size = request.data_dir, request.image_size
+    find = _in_class_folders if request.dataset == "imagefolder" else _in_tar_files
+    splits = [find(folder, known) for folder in _split_folders(request)]
     if classes:
         splits = [_numbered_as(classes, split) for split in splits]
     train, test = splits[0], splits[-1]
@@ -97,10 +75,7 @@ def find_image_files(
         # Not all may be tested.
         count = max(count, classes.count)
 
-    def side_of(index: int) -> int:
-        return min(open_rgb(train.content(index), name=train.name(index)).size)
-
-    side = image_size or side_of_first(len(train.labels), side_of, skip_corrupt)
+    side = image_size or min(open_rgb(train.content(0), name=train.name(0)).size)
     digest = hashlib.blake2b(digest_size=8)
     for split in splits:
         digest.update(os.fsencode("\0".join(split.identities)) + b"\n")
@@ -118,7 +93,7 @@ def find_image_files(
         flip=True,
         pad=side // 8,
         found=", ".join(found),
-        left_out="; ".join(text for split in splits for text in split.left_out),
+        left_out="; ".join(split.left_out for split in splits if split.left_out),
         class_names=train.class_names,
         digest=digest.hexdigest(),
     )
@@ -146,23 +121,22 @@ def _files_of(split: FileSplit, image_size: int, side: int) -> Files:
     return Files(split.labels, side, decode, split.name)
 
 
-def read_share(
-    name: str, data_dir: str, rank: int, size: int, parts: Sequence[str] = BOTH
-) -> Iterator[tuple[str, Any]]:
+def read_share(request: Request, rank: int, size: int) -> Iterator[tuple[str, Any]]:
     """Yield path and contents of every `size`-th class folder or tar file, from number `rank` on.
 
-    `parts` are TRAIN, TEST or both. Raises UserError (UNREADABLE).
+    Raises UserError (UNREADABLE).
     """
-    find, read = CONTENTS[name]
-    paths = [path for folder in _split_folders(Path(data_dir), parts) for path in find(folder)]
+    find, read = CONTENTS[request.dataset]
+    paths = [path for folder in _split_folders(request) for path in find(folder)]
     return ((path, read(path)) for path in paths[rank::size])
 
 
-def _split_folders(data_dir: Path, parts: Sequence[str]) -> list[Path]:
-    """Return the folders of these parts; that of test images may be called val."""
+def _split_folders(request: Request) -> list[Path]:
+    """Return the folders of the parts asked for; that of test images may be called val."""
+    root = Path(request.data_dir)
     # os.path says no where Path.is_dir raises, as for names that are too long.
-    val_only = os.path.isdir(data_dir / VALIDATION) and not os.path.isdir(data_dir / TEST)
-    return [data_dir / (VALIDATION if part == TEST and val_only else part) for part in parts]
+    val_only = os.path.isdir(root / VALIDATION) and not os.path.isdir(root / TEST)
+    return [root / (VALIDATION if part == TEST and val_only else part) for part in request.parts]
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -173,19 +147,16 @@ def class_folders(folder: Path) -> list[str]:
 def _in_class_folders(folder: Path, known: Known) -> FileSplit:
     """List folder/<class>/*; raise UserError (UNREADABLE) where there is no image."""
     images: list[str] = []
-    folders, foreign = read_names(str(folder))
-    empty: list[str] = []  # class folders without an image
-    deeper: list[str] = []  # folders inside class folders; `foreign` are other files
+    # Other files, folders inside class folders, and class folders without an image.
+    folders, left_out = read_names(str(folder))
     for name in folders:
         path = f"{folder}/{name}"
         inside, files = known.get(path) or read_names(path)
         # By the name alone: what is no image in spite of it is named when it can't be decoded.
         here = {x for x in (*inside, *files) if x.lower().endswith(IMG_EXTENSIONS)}
         images.extend(f"{path}/{image}" for image in here)
-        for rest, others in ((deeper, inside), (foreign, files)):
-            rest.extend(f"{name}/{other}" for other in others if other not in here)
-        if not here:
-            empty.append(name)
+        left_out += [f"{name}/{other}" for other in (*inside, *files) if other not in here]
+        left_out += [] if here else [name]
     if not images:
         message = f"no image in {folder}: --data-dir must hold train/<class>/*, to train on, and"
         message += " test/<class>/*"
@@ -203,16 +174,7 @@ def _in_class_folders(folder: Path, known: Known) -> FileSplit:
         content=images.__getitem__,
         identities=(path[len(str(folder.parent)) :] for path in images),
         where=str(folder),
-        left_out=[
-            f"{len(names):,} {what}{'s' * (len(names) > 1)} {which}"
-            f"({listed(f'{folder.name}/{name}' for name in names)})"
-            for names, what, which in (
-                (empty, "class folder", "without an image "),
-                (deeper, "folder", "inside a class folder "),
-                (foreign, "other file", ""),
-            )
-            if names
-        ],
+        left_out=listed(f"{folder.name}/{name}" for name in left_out),
     )
 
 
@@ -251,15 +213,13 @@ def _in_tar_files(folder: Path, known: Known) -> FileSplit:
         for path, headers in zip(paths, every, strict=True)
         for name in headers["dotted"]
     ]
-    left_out = []
-    if dotted:
-        number = "1 member" if len(dotted) == 1 else f"{len(dotted):,} members"
-        left_out = [f"{number} with more than one dot in the name, such as {dotted[0]}"]
+    left_out = f"names with more than one dot: {listed(dotted)}" if dotted else ""
     names = [name for headers in every for name in headers["names"]]
     if not names:
         message = f"no image in {folder}/*.tar: --data-dir must hold train/*.tar and test/*.tar"
         message += " of KEY.jpg and KEY.cls, not compressed"
-        raise UserError("; left out: ".join([message, *left_out]), UNREADABLE)
+        message += f"; left out: {left_out}" if left_out else ""
+        raise UserError(message, UNREADABLE)
     file = np.repeat(np.arange(len(every)), [len(headers["names"]) for headers in every])
     starts, sizes, labels = (
         np.array([value for headers in every for value in headers[what]], dtype=np.int64)
@@ -300,22 +260,6 @@ def _member(path: str, start: int, size: int, name: str) -> BytesIO:
     return BytesIO(content)
 
 
-class _InBounds:
-    """A tar file as the tarfile module reads it: blocks, and records about members.
-
-    The module reads as much as a header says, all there is for a size below 0.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.seek, self.tell = file, file.seek, file.tell
-
-    def read(self, size: int) -> bytes:
-        """Read `size` bytes; raise ReadError for a size that no such record has."""
-        if not 0 <= size <= MOST_BYTES_ABOUT:
-            raise tarfile.ReadError(f"a record of {size:,} bytes about a member")
-        return self.file.read(size)
-
-
 def read_headers(path: str) -> dict[str, list]:
     """Read all headers and classes of a tar file, and no image; raise UserError (UNREADABLE).
 
@@ -327,7 +271,7 @@ def read_headers(path: str) -> dict[str, list]:
     classes: dict[str, int] = {}
     dotted: list[str] = []
     try:
-        with open_regular(path) as file, tarfile.open(mode="r:", fileobj=_InBounds(file)) as tar:
+        with open_regular(path) as file, tarfile.open(mode="r:", fileobj=file) as tar:
             for member in tar:
                 # The module would read the same members again and again, for ever.
                 if member.size < 0 or tar.offset <= member.offset or member.sparse is not None:
@@ -366,7 +310,7 @@ def read_headers(path: str) -> dict[str, list]:
                     )
                     raise ValueError(f"it {place}: keep tar files that were joined apart")
     # What the module raises where a header is damaged.
-    except (OSError, ValueError, IndexError, OverflowError, RecursionError, TarError) as error:
+    except (OSError, ValueError, IndexError, OverflowError, TarError) as error:
         message = f"cannot read tar file {path} ({one_line(error)}): repair or remove it"
         raise UserError(message, UNREADABLE) from error
     odd = sorted(images.keys() ^ classes.keys())

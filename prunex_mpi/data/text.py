@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data.batches import Device, seed_, upload
+from prunex_mpi.data.request import Request
 from prunex_mpi.data.text_files import Text, Tokens
 
 # Logits of a batch at once, where there is no gradient: 256 MiB in float32.
@@ -107,33 +108,25 @@ def window_batches(
         yield pairs(shard.tokens.rows(starts, shard.context + 1), device)
 
 
-def cut(
-    count: int,
-    begin: int,
-    val_split: float,
-    context: int,
-    ranks: int,
-    most: int = 0,
-    with_test: bool = True,
-) -> tuple[int, int]:
+def cut(count: int, begin: int, request: Request, ranks: int) -> tuple[int, int]:
     """Return how many of `count` tokens are to train on and, behind them, held out.
 
-    Both are before `begin`, from where on the others are to test on. Of the former the first `most`
-    windows, unless 0. Without `with_test` there may be no others. Raises UserError (UNREADABLE) for
-    a part that has no window of `context` tokens, or too few for all ranks.
+    Both are before `begin`, from where on the others are to test on. Raises UserError (UNREADABLE)
+    for a part that has no window, or too few for all ranks.
     """
+    most, context = request.train_samples or 0, request.context
     trained = most * context + 1 if most else begin
     if trained > begin:
         raise UserError(
             f"--train-samples {most}: there are only {(begin - 1) // context} windows of "
             f"{context} tokens; 0 takes all"
         )
-    val = round(trained * val_split)
+    val = round(trained * request.val_split)
     train = trained - val
     for tokens, purpose, needed in (
         (train, "train on", True),
-        (count - begin, "test on", with_test),
-        (val, "hold out", val_split > 0),
+        (count - begin, "test on", request.test_samples is not None),
+        (val, "hold out", request.val_split > 0),
     ):
         if needed and tokens <= context:
             raise UserError(
@@ -204,25 +197,13 @@ class TextSet:
         """Do nothing: mapped files end with the process."""
 
 
-def take_windows(
-    text: Text,
-    context: int,
-    *,
-    samples: tuple[int | None, int | None],
-    val_split: float,
-    part: tuple[int, int],
-) -> TextSet:
-    """Return the windows of rank `part[0]` of `part[1]`. Raises UserError for impossible counts.
-
-    `samples` are the windows to train and to test on, 0 for all, None for none.
-    """
-    (wanted, tested), (rank, size), tokens = samples, part, text.tokens
-    # What is tested alone needs no window for each rank.
-    trains = wanted is not None
-    ranks = size if trains else 1
-    with_test = tested is not None
+def take_windows(text: Text, request: Request, part: tuple[int, int]) -> TextSet:
+    """Return the windows of rank `part[0]` of `part[1]`. Raises UserError for impossible counts."""
+    (rank, size), tokens, context = part, text.tokens, request.context
+    trains, tested = request.train_samples is not None, request.test_samples
     count, begin = len(tokens), text.begin
-    trained, held = cut(count, begin, val_split, context, ranks, wanted or 0, with_test)
+    # What is tested alone needs no window for each rank.
+    trained, held = cut(count, begin, request, size if trains else 1)
     per_rank = (trained - 1) // context // size if trains else 0
     first = rank * per_rank * context
     test = windows_of(tokens, begin, count, context)
@@ -239,9 +220,9 @@ def take_windows(
         context=context,
         stop=trained,
         train=Windows(tokens, range(first, first + per_rank * context, context), context),
-        test=test.part(share) if with_test else None,
-        val=val.part(share) if val_split else None,
+        test=None if tested is None else test.part(share),
+        val=val.part(share) if request.val_split else None,
         train_total=trained,
-        test_total=len(test) * context if with_test else 0,
-        val_total=len(val) * context if val_split else 0,
+        test_total=0 if tested is None else len(test) * context,
+        val_total=len(val) * context if request.val_split else 0,
     )

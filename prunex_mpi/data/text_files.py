@@ -10,7 +10,6 @@ the tokens is to test on, as in nanoGPT. It is read in pieces that end where a l
 """
 
 import codecs
-import json
 import os
 import re
 import tempfile
@@ -30,6 +29,7 @@ import numpy as np
 from prunex_mpi.base.errors import FAILURE, UNREADABLE, UserError, listed, one_line, quote
 from prunex_mpi.base.files import open_regular
 from prunex_mpi.base.single_process import require_packages
+from prunex_mpi.data.request import Request
 
 BYTES, CHARS = "bytes", "chars"
 # Of ten parts of a text whose names don't tell, those to train on.
@@ -123,9 +123,9 @@ def map_text(facts: Mapping[str, Any]) -> Text:
     return replace(text, tokens=Tokens(np.asarray(array)))
 
 
-def read_text_data(data_dir: str, tokenizer: str, known: Tokenizer | None = None) -> Text:
+def read_text_data(request: Request, known: Tokenizer | None = None) -> Text:
     """Prepare and map a text for this process alone. Raises UserError as `prepare` does."""
-    prepared = prepare(data_dir, tokenizer, known)
+    prepared = prepare(request, known)
     try:
         return map_text(asdict(prepared))
     finally:
@@ -260,34 +260,34 @@ class _Look:
         self.crc32 = zlib.crc32(data, self.crc32)
 
 
-def prepare(
-    data_dir: str, name: str, known: Tokenizer | None = None, with_test: bool = True
-) -> Text:
-    """Read a text, "" for the embedded one, and write its tokens to a file, not mapped yet.
+def prepare(request: Request, known: Tokenizer | None = None) -> Text:
+    """Read a text, the embedded one without a place, and write its tokens to a file, not mapped.
 
-    `name` is that of a tokenizer or the path of its file; with chars the vocabulary is that of the
-    part to train on, or of a tokenizer that is `known`. Only `with_test` are files opened whose
-    names say that they are to test on. Raises UserError (UNREADABLE) for text that is missing,
-    empty or no UTF-8, UserError (USAGE) for a tokenizer that can't be used.
+    With chars the vocabulary is that of the part to train on, or of a tokenizer that is `known`.
+    Files whose names say that they are to test on are opened where test windows are asked for.
+    Raises UserError (UNREADABLE) for text that is missing, empty or no UTF-8, UserError (USAGE) for
+    a tokenizer that can't be used.
     """
+    data_dir, name = request.data_dir, request.tokenizer
     files = find_text_files(data_dir) if data_dir else []
     parts = split_files(data_dir, files)
     told = len(parts) > 1
-    if told and not with_test:
+    if told and request.test_samples is None:
         files = parts[0]
         parts = [files]
     read = [path for part in parts for path in part]
     lost: Counter[str] = Counter()
     place: Callable[[str, int], int] | None = None
     if name == BYTES:
-        tokenizer, encode = Tokenizer(BYTES, 256), _encoded_bytes
+        tokenizer = Tokenizer(BYTES, 256)
+        encode = partial(map, lambda piece: np.frombuffer(piece.encode(), dtype=np.uint8))
     elif name == CHARS:
         tokenizer = known or _of_characters([pieces_of(part) for part in parts])
-        encode = partial(_encoded_characters, tokenizer.characters, lost)
+        encode = partial(map, lambda piece: encode_characters(piece, tokenizer.characters, lost))
         place = lambda piece, number: number  # noqa: E731
     else:
         tokenizer, encoder = read_tokenizer(name)
-        encode, place = partial(_encoded, encoder, lost), partial(_place_of_token, encoder)
+        encode, place = partial(_encoded, encoder), partial(_place_of_token, encoder)
     looks = [_Look() for _ in parts]
     texts = (encode(pieces_of(part, look)) for part, look in zip(parts, looks, strict=True))
     kind = np.min_scalar_type(tokenizer.size - 1).name
@@ -321,7 +321,7 @@ def prepare(
     lacking = [f"not read: {listed(str(path.relative_to(data_dir)) for path in rest)}"] * bool(rest)
     if lost:
         counted = listed(f"{one!r} ({count:,})" for one, count in lost.most_common())
-        lacking += [f"the tokenizer loses {lost.total():,} characters: {counted}"]
+        lacking += [f"{lost.total():,} characters are not in the vocabulary: {counted}"]
     found = _found(data_dir, files, parts, length)
     sizes = length, begin, test_bytes
     return Text(path, kind, tokenizer, *sizes, digest, told, found, "; ".join(lacking))
@@ -470,33 +470,12 @@ def read_tokenizer(path: str) -> tuple[Tokenizer, Any]:
     return Tokenizer(path, size, digest=sha256(data).hexdigest()), encoder
 
 
-def _encoded_bytes(text: Iterable[str]) -> Iterator[np.ndarray]:
-    return (np.frombuffer(piece.encode(), dtype=np.uint8) for piece in text)
-
-
-def _encoded_characters(
-    characters: str, lost: Counter[str], text: Iterable[str]
-) -> Iterator[np.ndarray]:
-    return (encode_characters(piece, characters, lost) for piece in text)
-
-
-def _encoded(encoder: Any, lost: Counter[str], text: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield the tokens of each piece; count in `lost` the characters that they don't give back."""
-    model = json.loads(encoder.to_str())["model"]
-    unknown = model.get("unk_id")
-    if unknown is None and model.get("unk_token") is not None:
-        unknown = encoder.token_to_id(model["unk_token"])
+def _encoded(encoder: Any, text: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yield the tokens of each piece, several pieces at a time."""
     pieces = iter(text)
     while batch := list(islice(pieces, PIECES_AT_ONCE)):
-        encoded = [found.ids for found in encoder.encode_batch(batch, add_special_tokens=False)]
-        # The name of the unknown token has characters that the text may lack.
-        known = [[number for number in numbers if number != unknown] for numbers in encoded]
-        decoded = encoder.decode_batch(known, skip_special_tokens=False)
-        for piece, given in zip(batch, decoded, strict=True):
-            if piece != given:
-                lost += Counter(piece) - Counter(given)
-        for numbers in encoded:
-            yield np.array(numbers, dtype=np.int64)
+        for found in encoder.encode_batch(batch, add_special_tokens=False):
+            yield np.array(found.ids, dtype=np.int64)
 
 
 def _place_of_token(encoder: Any, piece: str, number: int) -> int:

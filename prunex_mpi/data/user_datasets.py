@@ -22,8 +22,9 @@ from torch.utils.data import IterableDataset
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
 from prunex_mpi.base.imports import import_function
 from prunex_mpi.base.logs import log
-from prunex_mpi.data.decoding import MOST_LABEL, Files, side_of_first
+from prunex_mpi.data.decoding import MOST_LABEL, Files
 from prunex_mpi.data.images import load_rgb, to_side
+from prunex_mpi.data.request import TEST, Request
 from prunex_mpi.data.sources import Source
 
 # Where torchvision's data sets hold the labels of all their items.
@@ -64,23 +65,19 @@ class UserSplit:
         return Files(self.labels, side, decoded, self.title)
 
 
-def find_user_images(
-    name: str, data_dir: str, image_size: int, skip_corrupt: bool, with_test: bool
-) -> Source:
-    """Return the images that the function `name`, package.module:function, makes.
+def find_user_images(request: Request) -> Source:
+    """Return the images that a function, package.module:function, makes.
 
-    They are cropped and scaled where `image_size` asks for it. Raises UserError: USAGE for what is
-    no such function or returns no data set, UNREADABLE for what it raises and what is wrong with
-    items and labels.
+    They are cropped and scaled where that is asked for. Raises UserError: USAGE for what is no such
+    function or returns no data set, UNREADABLE for what it raises and what is wrong with items and
+    labels.
     """
-    splits = [_make(name, data_dir, train) for train in (True, False)[: 1 + with_test]]
+    name, image_size, with_test = request.dataset, request.image_size, TEST in request.parts
+    splits = [_make(name, request.data_dir, train) for train in (True, False)[: 1 + with_test]]
     train, test = splits[0], splits[-1]
     classes, class_names = _classes_of(train, test)
     counts = len(train.labels), len(test.labels) if with_test else 0
-
-    side = image_size or side_of_first(
-        counts[0], lambda index: min(train.image(index).size), skip_corrupt
-    )
+    side = image_size or min(train.image(0).size)
     # Other labels or names of classes are another data set.
     digest = hashlib.blake2b("\0".join(class_names).encode(errors="surrogateescape"), digest_size=8)
     for split in splits:

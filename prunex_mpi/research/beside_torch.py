@@ -22,6 +22,7 @@ from prunex_mpi.comm.agreement import broadcast_text, gather_text, run_collectiv
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import Problem, next_iteration, wires_of
 from prunex_mpi.core.steps import averaging
+from prunex_mpi.data.request import Request
 from prunex_mpi.diagnosis.facts import gpu_identity
 from prunex_mpi.methods import per_step
 from prunex_mpi.methods.exchange import Dense
@@ -152,7 +153,7 @@ def ddp_turn(bench: Bench, options: dict[str, bool]) -> tuple[Turn, Callable[[],
     """Return the same for DistributedDataParallel in the process group there is. Collective."""
     topology, settings, device = bench.topology, bench.settings, bench.device
     heartbeat = bench.heartbeat
-    dataset = load_dataset(topology, settings, heartbeat, device)
+    dataset = load_dataset(topology, Request.of(settings), heartbeat, device)
     model = make_model(settings, inputs_from(dataset.sizes()))
     layout = build_layout(model)
     problem: Problem = build_problem(

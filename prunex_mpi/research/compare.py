@@ -49,6 +49,7 @@ from prunex_mpi.config.cli import read_saved, resumed_by_tokenizer
 from prunex_mpi.config.resolve import FIELDS, first_difference, flat_values
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.schedule import steps_with, total_steps
+from prunex_mpi.data.request import Request
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.devices import resolve_mpi_buffers
 from prunex_mpi.diagnosis.facts import recorded_versions
@@ -255,7 +256,7 @@ def look_at_data(place: Place, options: Options, heartbeat: Heartbeat) -> Data:
     """
     heartbeat.enter("data")
     first = options.run_of(options.rows[0], options.seeds[0]).settings
-    with closing(load_dataset(place.topology, first, heartbeat)) as dataset:
+    with closing(load_dataset(place.topology, Request.of(first), heartbeat)) as dataset:
         text = isinstance(dataset, TextSet)
         size, inputs = len(dataset.train) if text else len(dataset.train.labels), dataset.sizes()
         check = partial(check_rows, options, size, inputs_from(inputs))

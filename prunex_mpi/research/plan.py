@@ -59,7 +59,7 @@ from prunex_mpi.settings.values import AUTO, to_fraction
 # What the comparison itself decides, or what only a run of its own can do.
 OWN = ("seed", "eps_abs", "eps_rel", "epochs", "run_dir", "dry_run", "test_data")
 ALONE = (
-    *("rack_of", "resume", "checkpoint_every", "time_limit", "tensorboard", "trace"),
+    *("rack_of", "resume", "checkpoint_every", "time_limit", "trace"),
     *("on_node_loss", "min_nodes"),
 )
 COMMON = tuple(name for name in FIELDS if name not in ("method", *OWN, *ALONE))

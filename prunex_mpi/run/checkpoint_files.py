@@ -23,7 +23,6 @@ from prunex_mpi.base.errors import DamagedCheckpoint
 from prunex_mpi.base.files import (
     CHECKPOINT,
     FORMAT,
-    LINES,
     FileRecord,
     read_record,
     read_text,
@@ -117,8 +116,6 @@ def read_manifest(run: Path, name: str) -> dict[str, Any]:
             raise DamagedCheckpoint(f"the checksum of {MANIFEST} is wrong")
         manifest = json.loads(body)
         form = manifest["format"]
-        if form == FORMAT:
-            _check_shape(manifest)
     except OSError as error:
         raise DamagedCheckpoint(f"{MANIFEST}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -126,49 +123,6 @@ def read_manifest(run: Path, name: str) -> dict[str, Any]:
     if form != FORMAT:
         raise DamagedCheckpoint(f"it has format {form}, this version reads {FORMAT}")
     return manifest
-
-
-def _check_shape(manifest: dict[str, Any]) -> None:
-    """Raise ValueError unless the parts are what `publish` was given."""
-
-    def count(value: object, low: int = 0) -> bool:
-        return type(value) is int and low <= value < 2**63
-
-    def pairs(values: object) -> bool:
-        return isinstance(values, list) and all(
-            isinstance(v, list) and len(v) == 2 and all(map(count, v)) for v in values
-        )
-
-    def colours(value: object) -> bool:
-        return (
-            isinstance(value, list)
-            and len(value) == 2
-            and all(isinstance(v, list) and all(type(x) is float for x in v) for v in value)
-            # Text has none.
-            and [len(v) for v in value] in ([3, 3], [0, 0])
-        )
-
-    sizes, nodes, ranks, files = (
-        manifest[key] for key in ("node_sizes", "nodes", "ranks", "files")
-    )
-    if not (
-        isinstance(manifest["config"], str)
-        and isinstance(manifest["model"], str)
-        and isinstance(manifest["data"], str)
-        and bytes.fromhex(manifest["left"]) is not None
-        and colours(manifest["colours"])
-        and isinstance(sizes, list)
-        and sizes
-        and all(count(size, 1) for size in sizes)
-        and pairs(ranks)
-        and len(ranks) == sum(sizes)
-        and isinstance(nodes, list)
-        and len(nodes) == len(ranks)
-        and [nodes.count(n) for n in range(len(sizes))] == sizes
-        and files.keys() == set(LINES)
-        and pairs(list(files.values()))
-    ):
-        raise ValueError
 
 
 def leaders_in(manifest: dict[str, Any]) -> list[int]:

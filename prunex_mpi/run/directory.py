@@ -37,14 +37,11 @@ from prunex_mpi.base.files import (
     write_json_durably,
 )
 from prunex_mpi.base.logs import log
-from prunex_mpi.base.record_keys import flat_table
 from prunex_mpi.base.schema import check_summary, read_json
 
 # How a run ends that has come to its end.
 COMPLETE = ("completed", "converged")
 LENGTH = "outer-iterations"
-FOLDER = "tensorboard"
-FLUSH_S = 30
 # For who only looks whether a run is held to let go of its lock.
 LOOKED_AT_S = 2.0
 
@@ -113,7 +110,6 @@ class RunDirectory:
         self.records = {name: FileRecord() for name in LINES}
         self.lock = FileLock(path / "lock", timeout=LOOKED_AT_S)
         self.removal: threading.Thread | None = None
-        self.tensorboard: Tensorboard | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             # FileLock takes any failure to make its file for a lock that is held.
@@ -164,9 +160,6 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let other jobs have the run."""
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-            self.tensorboard = None
         self.finish_removals()
         self.lock.release()
 
@@ -348,35 +341,6 @@ def read_summary(run: Path) -> dict[str, Any]:
         text = f"{run / SUMMARY} is not what the run wrote ({error}): put it back, or {remove}"
         raise UserError(text, UNREADABLE) from None
     return summary
-
-
-class Tensorboard:
-    """Write scalars into a folder of `run`; those of outer iteration `first` and later are new."""
-
-    def __init__(self, run: Path, first: int) -> None:
-        # An import of seconds, for those alone who ask for it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = run / FOLDER
-        if folder.is_symlink():
-            raise UserError(f"{folder} is in the way: it is a link; remove it")
-        self.writer = SummaryWriter(str(folder), purge_step=first, flush_secs=FLUSH_S)
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Add the numbers of a record; what is null is left out."""
-        for name, value in scalars(record).items():
-            self.writer.add_scalar(name, value, record["iteration"])
-
-    def close(self) -> None:
-        """Bring all to the disk."""
-        self.writer.close()
-
-
-def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record by their names, such as `seconds/local`."""
-    found = flat_table(record, "/")
-    del found["iteration"]
-    return {name: float(x) for name, x in found.items() if isinstance(x, int | float)}
 
 
 # --------------------------------------------------------------------------------------------------

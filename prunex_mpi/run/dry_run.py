@@ -13,8 +13,7 @@ from prunex_mpi.core.message import message_bytes
 from prunex_mpi.core.schedule import quadratic_rounds, strictness
 from prunex_mpi.core.state import find_stats_groups, kept_stats
 from prunex_mpi.core.sums import BLOCK
-from prunex_mpi.data.datasets import NOTHING_KNOWN
-from prunex_mpi.data.image_files import Known
+from prunex_mpi.data.request import NOTHING_KNOWN, Known, Request
 from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
@@ -54,7 +53,7 @@ def differing_settings(settings: Settings) -> str:
 
 def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     """Return the payload per outer iteration, or per step, and over the run."""
-    inputs = find_inputs(settings, known)
+    inputs = find_inputs(Request.of(settings), known)
     model = make_model(settings, inputs)
     find_losses(settings, inputs.classes, CPU)
     if settings.init_from and topology.world.rank == 0:

@@ -17,9 +17,9 @@ from prunex_mpi.base.imports import check_named
 from prunex_mpi.config.cli import read_saved
 from prunex_mpi.config.resolve import resumed
 from prunex_mpi.data.batches import Shard
-from prunex_mpi.data.datasets import Dataset, Part, load
-from prunex_mpi.data.decoding import Access, Reader, decoding_threads
-from prunex_mpi.data.image_files import Classes
+from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.data.decoding import Reader, decoding_threads
+from prunex_mpi.data.request import Classes, Part, Request
 from prunex_mpi.data.text import TextSet, Windows, take_windows
 from prunex_mpi.data.text_files import BYTES, CHARS, FILE_NAME, Tokenizer, read_text_data
 from prunex_mpi.models import standalone
@@ -183,26 +183,17 @@ def _fill_(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
 
 def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Dataset | TextSet:
     """Return all test images of the run, or its text, and none that it was trained on."""
-    if settings.dataset == TEXT:
-        return _load_test_text(settings, classes)
-    data = load(
-        settings.dataset,
-        data_dir=settings.data_dir,
-        access=Access(
-            mode="once",
-            workers=decoding_threads(1, settings.workers),
-            skip_corrupt=settings.skip_corrupt,
-        ),
-        train_samples=None,
-        test_samples=settings.test_samples,
-        image_size=settings.image_size,
-        seed=settings.seed,
-        part=Part(0, 1, classes=Classes(inputs.classes, tuple(classes))),
-    )
+    alone = {"train_samples": None, "test_samples": settings.test_samples, "val_split": 0.0}
+    request = replace(Request.of(settings), **alone, data_mode="once")
+    if request.dataset == TEXT:
+        return _load_test_text(request, classes)
+    known = Classes(inputs.classes, tuple(classes))
+    threads = decoding_threads(1, request.workers)
+    data = load(request, Part(0, 1, threads=threads, classes=known))
     try:
         found = inputs_from(data.sizes())
     except ValueError as error:
-        raise UserError(f"the data of {settings.data_dir}: {error}", UNREADABLE) from None
+        raise UserError(f"the data of {request.data_dir}: {error}", UNREADABLE) from None
     if found != inputs:
         raise UserError(
             f"the data have {found.text()}, those of the run had {inputs.text()}: give their "
@@ -212,18 +203,16 @@ def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Da
     return data
 
 
-def _load_test_text(settings: Settings, names: Sequence[str]) -> TextSet:
+def _load_test_text(request: Request, names: Sequence[str]) -> TextSet:
     """Return the windows to test on of the text of a run, whose vocabulary has these names."""
-    known = known_tokenizer(tuple(names))
-    text = read_text_data(settings.data_dir, settings.tokenizer, known)
+    text = read_text_data(request, known_tokenizer(tuple(names)))
     if list(text.tokenizer.names) != list(names):
         raise UserError(
-            f"--tokenizer {settings.tokenizer} is not the file any more that the run was trained "
+            f"--tokenizer {request.tokenizer} is not the file any more that the run was trained "
             "with: put it back",
             UNREADABLE,
         )
-    samples = None, settings.test_samples
-    return take_windows(text, settings.context, samples=samples, val_split=0.0, part=(0, 1))
+    return take_windows(text, request, (0, 1))
 
 
 def known_tokenizer(names: tuple[str, ...]) -> Tokenizer | None:

@@ -29,6 +29,7 @@ from prunex_mpi.core.evaluation import Judged, best_of, delivered, judge
 from prunex_mpi.core.metrics import density, prunable_and_kept
 from prunex_mpi.core.state import Problem, RunContext, State, weights
 from prunex_mpi.data.datasets import Dataset
+from prunex_mpi.data.request import Request
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.methods.exchanges import metadata_bytes
 from prunex_mpi.models.dummy_input import probe
@@ -37,7 +38,7 @@ from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.kept import Kept, begin, put_back, tell
 from prunex_mpi.run.pretrained import read_initial
-from prunex_mpi.run.problem import load_dataset, parts_read, share_contents
+from prunex_mpi.run.problem import load_dataset, share_contents
 from prunex_mpi.run.summary import add_up, closing_table, mean_speed
 from prunex_mpi.run.supervision import Checkpoints, train, write_checkpoint, write_last_checkpoint
 from prunex_mpi.run.tensor_file import save_tensors
@@ -75,14 +76,9 @@ def run(
         topology = place.topology
         if world.rank == 0:
             log.info("%s", place.layout)
-        read_contents = partial(
-            share_contents,
-            *(world, settings.dataset, settings.data_dir),
-            tokenizer=settings.tokenizer,
-            parts=parts_read(settings),
-        )
+        request = Request.of(settings)
         if settings.dry_run:
-            known = read_contents(heartbeat)
+            known = share_contents(world, request, heartbeat)
             text = run_collectively(world, lambda: dry_run(settings, topology, known))
             if world.rank == 0:
                 print(text, flush=True)
@@ -94,9 +90,9 @@ def run(
             early = partial(directory.check_run_dir, Path(settings.run_dir), settings.resume)
             run_on_first(world, early)
         heartbeat.enter("data")
-        known = read_contents(heartbeat)
+        known = share_contents(world, request, heartbeat)
         start.look_at_model(world, settings, known, heartbeat)
-        dataset = load_dataset(topology, settings, heartbeat, place.device, known)
+        dataset = load_dataset(topology, request, heartbeat, place.device, known)
         wanted, restores = checkpoint.find_newest(world, settings)
         around = topology, wanted, dataset, place.device, transport, heartbeat
         context = start.assemble(*around, reads=not restores)

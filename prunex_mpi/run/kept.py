@@ -3,9 +3,7 @@
 At the end of each outer iteration a rank copies what the ranks have in common: z and all that goes
 with it, as a checkpoint that goes on on other nodes does (`snapshot`). Every rank keeps all of it,
 since nobody knows who will be left. Of the last two, since one rank may have finished an outer
-iteration that another one has not. What a rank has trained since is its own, and there still when
-another one is lost: where all are in the same outer iteration they exchange that, without those who
-are gone.
+iteration that another one has not.
 """
 
 import json
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from mpi4py import MPI
 
@@ -32,9 +29,8 @@ from prunex_mpi.comm.agreement import (
     gather_text,
     run_collectively,
 )
-from prunex_mpi.comm.collectives import allreduce_, bcast_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.lasting import BUFFER, OPTIMIZER, Numbers, Tensors, lasting
+from prunex_mpi.core.lasting import Numbers, Tensors, lasting
 from prunex_mpi.core.memory import SUM
 from prunex_mpi.core.removal import fit_network, left_of
 from prunex_mpi.core.state import RunContext
@@ -42,9 +38,6 @@ from prunex_mpi.models.layout import bits_digest
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.snapshot import common_contents, put_common
 from prunex_mpi.settings.fields import Settings
-
-# Until the end of phase 4 theta, momentum and duals are what the local steps have left.
-UNTOUCHED = ("local", "intra", "project", "inter")
 
 
 @dataclass(frozen=True)
@@ -100,20 +93,6 @@ class Snapshot:
     sizes: dict[str, list[int]]
 
 
-@dataclass(frozen=True)
-class LocalWork:
-    """What one rank has trained in outer iteration `iteration`, of which it has done `step` steps.
-
-    `losses` are their sum and their count, `stage` is whether masks are frozen and duals retired.
-    """
-
-    iteration: int
-    step: int
-    losses: list[float]
-    stage: list[bool]
-    tensors: Tensors
-
-
 @dataclass
 class Kept:
     """What outlives the loss of a node on one rank.
@@ -122,9 +101,7 @@ class Kept:
     `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
     fewer nodes are left than a run may have, `apart` that nodes had gone on by themselves and those
     outer iterations are lost with it; `changes` tell of all that was lost. The run has ended with
-    the exit `code` once that is there. But for times,
-    communicators, the `context` of the run and the `work` that this rank has taken out of it, it is
-    the same everywhere; `steps` local steps of that are not lost.
+    the exit `code` once that is there. But for times and communicators it is the same everywhere.
     """
 
     settings: Settings
@@ -139,9 +116,6 @@ class Kept:
     apart: bool = False
     changes: list[dict[str, Any]] = field(default_factory=list)
     code: int | None = None
-    context: RunContext | None = None
-    work: LocalWork | None = None
-    steps: int = 0
 
 
 def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> None:
@@ -153,7 +127,7 @@ def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> Non
     here = json.dumps([*me, socket.gethostname(), os.getpid(), born(os.getpid())])
     lines = broadcast_json(topology.world, gather_text(topology.world, here))
     kept.members = [Member(*json.loads(line)) for line in lines]
-    kept.began, kept.work = True, None
+    kept.began = True
 
 
 def keep(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
@@ -174,79 +148,10 @@ def keep(topology: Topology, files: RunDirectory | None, context: RunContext, ke
     kept.snapshots.append(Snapshot(time.time(), iteration, topology.world_size, *common))
 
 
-def take_work_out(kept: Kept) -> None:
-    """Take out of the run what this rank has trained since the last exchange."""
-    # Else another node was lost before the run went on: what was set aside is there still.
-    if kept.context is not None:
-        kept.work, kept.context = local_work(kept.context), None
-
-
-def local_work(context: RunContext) -> LocalWork | None:
-    """Return what this rank has trained since the last exchange, None where it is not its own.
-
-    At each step, in parts or behind the steps others have had a share of it.
-    """
-    state, settings, position = context.state, context.settings, context.state.position
-    shared = settings.method.per_step or settings.fragments > 1 or context.behind is not None
-    if shared or not position.step or context.heartbeat.phase not in UNTOUCHED:
-        return None
-    tensors = {k: t.detach().to("cpu", copy=True) for k, t in tensors_of(context).items()}
-    stage, losses = [state.frozen, state.consensus_sgd], state.losses.tolist()
-    return LocalWork(position.iteration, position.step, losses, stage, tensors)
-
-
-def tensors_of(context: RunContext) -> dict[str, Tensor]:
-    """Return what local steps change, and the duals that go with it."""
-    state = context.state
-    table = lasting(state, context.problem.model)
-    return {
-        name: entry.tensor
-        for name, entry in table.items()
-        if name in ("theta", "u", "v") or name.startswith((OPTIMIZER, BUFFER))
-    }
-
-
-def put_work_back(topology: Topology, context: RunContext, kept: Kept) -> int:
-    """Go on from what each rank had trained since the last exchange, where all had; return in how
-    many local steps, else 0.
-
-    Ranks that had done fewer steps leave it at these. Collective on `world` and `node`.
-    """
-    world, state, work = topology.world, context.state, kept.work
-    own, last = tensors_of(context), kept.snapshots[-1]
-    fits = work is not None and work.iteration == last.iteration
-    fits = fits and work.stage == last.numbers["stage"] and work.tensors.keys() == own.keys()
-    fits = fits and all(own[name].shape == work.tensors[name].shape for name in own)
-    # The most, and the fewest.
-    steps = np.array([work.step, -work.step] if fits else [0, 0], dtype=np.int64)
-    world.Allreduce(MPI.IN_PLACE, steps, op=MPI.MAX)
-    if not steps[1]:
-        return 0
-    for name, tensor in own.items():
-        tensor.copy_(work.tensors[name])
-    if not state.consensus_sgd:
-        centre_duals_(topology, context)
-    position = state.position
-    position.step = int(steps[0])
-    position.loss_sum, position.loss_count = work.losses
-    position.clock.earlier = max(kept.lost_at - last.at, 0.0)
-    return position.step
-
-
-def centre_duals_(topology: Topology, context: RunContext) -> None:
-    """Let sum_i P_i v_i be 0 again: each rank holds its node's. Collective on `world`, `node`."""
-    state, transport = context.state, context.transport
-    total = state.v.clone()
-    allreduce_(topology.world, total, transport)
-    state.v.sub_(total, alpha=1 / topology.world_size)
-    bcast_(topology.node, state.v, transport)
-
-
 def put_back(
     topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept
 ) -> bool:
-    """Go on from the last outer iteration that all have finished, if there is one, and from what
-    they have trained since.
+    """Go on from the last outer iteration that all have finished, if there is one.
 
     Of what each rank had not sent yet the part of those who are gone is lost. Raises UserError
     where not all ranks hold the same then. Collective on `world`.
@@ -256,7 +161,7 @@ def put_back(
     world.Allreduce(MPI.IN_PLACE, newest, op=MPI.MIN)
     if not newest[0]:
         # One rank at least has not come to the end of its first outer iteration in this job.
-        kept.snapshots, kept.apart, kept.steps = [], False, 0
+        kept.snapshots, kept.apart = [], False
         return False
     found = [s for s in kept.snapshots if s.iteration == newest[0]]
     left = broadcast_text(world, found[0].left if found else "")
@@ -278,9 +183,6 @@ def put_back(
     if not digests_agree(world, bits_digest(state.z)):
         raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
     kept.snapshots = found
-    kept.steps = put_work_back(topology, context, kept)
-    # What nodes had done by themselves is in what they have trained since.
-    kept.apart &= not kept.steps
     return True
 
 
@@ -288,8 +190,8 @@ def tell(topology: Topology, files: RunDirectory | None, context: RunContext, ke
     """Log and note what was lost, and who goes on."""
     iteration, now = context.state.position.iteration, time.time()
     ranks, nodes = topology.world_size, topology.num_nodes
-    # What was done since is done again, unless it is there still.
-    since = kept.snapshots[-1].at if kept.snapshots and not kept.steps else kept.lost_at
+    # What was done since is done again.
+    since = kept.snapshots[-1].at if kept.snapshots else kept.lost_at
     change = {"time": now, "iteration": iteration, "seconds": now - kept.lost_at}
     change |= {"lost_seconds": max(kept.lost_at - since, 0.0)}
     change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
@@ -304,13 +206,12 @@ def tell(topology: Topology, files: RunDirectory | None, context: RunContext, ke
     if files is not None:
         files.append(NODES, kept.changes[-1:])
     log.info(
-        "%s: %d nodes with %d ranks go on from outer iteration %d%s after %.2g s, with %d samples "
+        "%s: %d nodes with %d ranks go on from outer iteration %d after %.2g s, with %d samples "
         "per step",
         what,
         nodes,
         ranks,
         iteration,
-        f", step {kept.steps}," if kept.steps else "",
         now - kept.lost_at,
         context.problem.train.batch_size * ranks,
     )

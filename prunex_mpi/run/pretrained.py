@@ -228,15 +228,24 @@ def find_teacher(
     def read() -> tuple[nn.Module | None, dict[str, Any]]:
         if world.rank:
             return None, {}
-        return _read(settings, model, inputs_from(dataset.sizes()))
+        return _read(settings, model, inputs)
 
+    inputs = inputs_from(dataset.sizes())
     network, found = run_collectively_while(world, read, heartbeat)
     found = broadcast_json(world, found)
 
     def build() -> nn.Module:
         built = network or _build(found, model)
         _refuse_other_classes(found["classes"], dataset, settings.teacher)
-        _try_outputs(built, dataset, settings.teacher)
+        try:
+            try_forward(built, inputs)
+        # A size that does not fit shows as whatever the model's own code raises.
+        except Exception as error:
+            raise UserError(
+                f"--teacher {settings.teacher} does not fit {inputs.text()} ({one_line(error)}): "
+                "give one that was trained on such",
+                USAGE,
+            ) from error
         return built
 
     network = run_collectively(world, build)
@@ -323,17 +332,3 @@ def _refuse_other_classes(known: list[str], dataset: Dataset, source: str) -> No
             f"{quote(mine)}; give one that was trained on these",
             USAGE,
         )
-
-
-def _try_outputs(network: nn.Module, dataset: Dataset, source: str) -> None:
-    """Raise UserError unless the teacher has an output per class of the data."""
-    inputs = inputs_from(dataset.sizes())
-    try:
-        try_forward(network, inputs)
-    # A size that does not fit shows as whatever the model's own code raises.
-    except Exception as error:
-        raise UserError(
-            f"--teacher {source} does not fit {inputs.text()} "
-            f"({one_line(error)}): give one that was trained on such",
-            USAGE,
-        ) from error

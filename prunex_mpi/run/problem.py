@@ -5,8 +5,7 @@ Of images each rank loads its share. A text is read once per machine; each rank 
 
 import hashlib
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -42,11 +41,12 @@ from prunex_mpi.data.batches import (
     images_at_once,
     normalisation,
 )
-from prunex_mpi.data.datasets import Dataset, Part, load
-from prunex_mpi.data.decoding import Access, decoding_threads
-from prunex_mpi.data.image_files import BOTH, CONTENTS, TEST, TRAIN, Known, read_share
+from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.data.decoding import decoding_threads
+from prunex_mpi.data.image_files import CONTENTS, read_share
+from prunex_mpi.data.request import TEST, Known, Part, Request
 from prunex_mpi.data.text import TextSet, WindowStream, take_windows, window_batches
-from prunex_mpi.data.text_files import BYTES, Text, Tokenizer, forget, map_text, prepare
+from prunex_mpi.data.text_files import Text, Tokenizer, forget, map_text, prepare
 from prunex_mpi.diagnosis.facts import gpu_identity
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
@@ -69,33 +69,20 @@ SIZES = {"digits": (10, 8), "cifar10": (10, 32), "cifar100": (100, 32)}
 # --------------------------------------------------------------------------------------------------
 
 
-def parts_read(settings: Settings) -> Sequence[str]:
-    """Return the parts of a data set that a run opens."""
-    return BOTH if settings.test_data else (TRAIN,)
-
-
-def share_contents(
-    world: MPI.Comm,
-    name: str,
-    data_dir: str,
-    heartbeat: Heartbeat,
-    tokenizer: str = BYTES,
-    parts: Sequence[str] = BOTH,
-) -> Known:
+def share_contents(world: MPI.Comm, request: Request, heartbeat: Heartbeat) -> Known:
     """Return what lies in all class folders or tar files of a data set; each rank reads a share.
 
-    `parts` says whether of what is to train on, to test on or both. Text is cut into tokens by
-    `tokenizer`; {} for a data set of another kind. Raises UserError (UNREADABLE) everywhere for
-    what one can't read. Collective on `world`.
+    Text is read and cut into tokens; {} for a data set of another kind. Raises UserError
+    (UNREADABLE) everywhere for what one can't read. Collective on `world`.
     """
-    if name == TEXT:
-        return share_text(world, data_dir, tokenizer, heartbeat, with_test=TEST in parts)
-    if name not in CONTENTS:
+    if request.dataset == TEXT:
+        return {READ: share_text(world, request, heartbeat)}
+    if request.dataset not in CONTENTS:
         return {}
 
     def read() -> Known:
         found = {}
-        for path, contents in read_share(name, data_dir, world.rank, world.size, parts):
+        for path, contents in read_share(request, world.rank, world.size):
             found[path] = contents
             # A folder is listed without a byte that the system counts as read.
             heartbeat.go_on()
@@ -110,17 +97,12 @@ def share_contents(
 
 
 def share_text(
-    world: MPI.Comm,
-    data_dir: str,
-    tokenizer: str,
-    heartbeat: Heartbeat,
-    known: Tokenizer | None = None,
-    with_test: bool = True,
-) -> Mapping[str, Any]:
-    """Return {READ: the text}, read and cut into tokens by the first rank of each machine alone.
+    world: MPI.Comm, request: Request, heartbeat: Heartbeat, known: Tokenizer | None = None
+) -> Text:
+    """Return a text, read and cut into tokens by the first rank of each machine alone.
 
-    With chars its vocabulary may be `known`. Files to test on are opened only `with_test`. Raises
-    UserError (UNREADABLE) on every rank where one can't read it. Collective on `world`.
+    With chars its vocabulary may be `known`. Raises UserError (UNREADABLE) on every rank where one
+    can't read it. Collective on `world`.
     """
     host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
     facts = None
@@ -128,7 +110,7 @@ def share_text(
     def read() -> dict[str, Any] | None:
         nonlocal facts
         if host.rank == 0:
-            facts = asdict(prepare(data_dir, tokenizer, known, with_test))
+            facts = asdict(prepare(request, known))
         return facts
 
     try:
@@ -141,56 +123,30 @@ def share_text(
     require_same(world, "the text or the tokenizer", text.digest)
     if world.rank == 0 and text.lacking:
         log.warning("text: %s", text.lacking)
-    return {READ: text}
+    return text
 
 
-def load_text(world: MPI.Comm, settings: Settings, known: Mapping[str, Any]) -> TextSet:
-    """Return this rank's windows of a `known` text; raise alike. Collective on `world`."""
-    text: Text = known[READ]
-    tested = settings.test_samples if settings.test_data else None
-    windows = run_collectively(
-        world,
-        lambda: take_windows(
-            text,
-            settings.context,
-            samples=(settings.train_samples, tested),
-            val_split=settings.val_split,
-            part=(world.rank, world.size),
-        ),
-    )
-    log.info("%s", text.found)
-    return windows
-
-
-def find_inputs(settings: Settings, known: Known) -> Inputs:
+def find_inputs(request: Request, known: Known) -> Inputs:
     """Return what a network has to read and make, from one image of each half.
 
     `known` is what ranks have read of the data set already. Raises UserError (UNREADABLE).
     """
-    if settings.dataset == TEXT:
-        return Tokens(known[READ].tokenizer.size, settings.context)
-    if settings.dataset in SIZES:
-        classes, side = SIZES[settings.dataset]
-        return Images(settings.image_size or side, classes)
-    data = load(
-        settings.dataset,
-        data_dir=settings.data_dir,
-        access=Access(skip_corrupt=settings.skip_corrupt),
-        train_samples=1,
-        test_samples=1 if settings.test_data else None,
-        image_size=settings.image_size,
-        seed=settings.seed,
-        part=Part(0, 1, known=known),
-    )
+    if request.dataset == TEXT:
+        return Tokens(known[READ].tokenizer.size, request.context)
+    if request.dataset in SIZES:
+        classes, side = SIZES[request.dataset]
+        return Images(request.image_size or side, classes)
+    one = {"train_samples": 1, "test_samples": 1 if TEST in request.parts else None}
+    first = replace(request, **one, val_split=0.0, data_mode="memory")
     try:
-        return inputs_from(data.sizes())
+        return inputs_from(load(first, Part(0, 1, known=known)).sizes())
     except ValueError as error:
-        raise UserError(f"the images of {settings.dataset} can't be: {error}", UNREADABLE) from None
+        raise UserError(f"the images of {request.dataset} can't be: {error}", UNREADABLE) from None
 
 
 def load_dataset(
     topology: Topology,
-    settings: Settings,
+    request: Request,
     heartbeat: Heartbeat | None = None,
     device: torch.device = CPU,
     known: Known | None = None,
@@ -203,42 +159,26 @@ def load_dataset(
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
     if known is None:
-        where = settings.dataset, settings.data_dir
-        known = share_contents(world, *where, heartbeat, settings.tokenizer, parts_read(settings))
-    if settings.dataset == TEXT:
-        return load_text(world, settings, known)
-    room = free_room(topology, device)
-    dataset = run_collectively_while(
-        world,
-        lambda: load(
-            settings.dataset,
-            data_dir=settings.data_dir,
-            access=Access(
-                settings.download,
-                settings.data_mode,
-                decoding_threads(topology.core_sharers, settings.workers, topology.host_size),
-                settings.skip_corrupt,
-            ),
-            train_samples=settings.train_samples,
-            test_samples=settings.test_samples if settings.test_data else None,
-            image_size=settings.image_size,
-            seed=settings.seed,
-            part=Part(
-                rank=world.rank,
-                size=world.size,
-                here=topology.host_size,
-                val_split=settings.val_split,
-                room=room,
-                known=known,
-            ),
-        ),
-        heartbeat,
+        known = share_contents(world, request, heartbeat)
+    if request.dataset == TEXT:
+        ranks = world.rank, world.size
+        windows = run_collectively(world, lambda: take_windows(known[READ], request, ranks))
+        log.info("%s", windows.text.found)
+        return windows
+    part = Part(
+        rank=world.rank,
+        size=world.size,
+        here=topology.host_size,
+        room=free_room(topology, device),
+        threads=decoding_threads(topology.core_sharers, request.workers, topology.host_size),
+        known=known,
     )
+    dataset = run_collectively_while(world, lambda: load(request, part), heartbeat)
     totals = dataset.train_total, dataset.test_total, dataset.num_classes, dataset.image_size
     # Ranks with other numbers of steps would wait for each other for ever.
     require_same(
         world,
-        f"the numbers, order, names, labels or sizes of the images of {settings.dataset}",
+        f"the numbers, order, names, labels or sizes of the images of {request.dataset}",
         repr((totals, dataset.digest)),
     )
     if world.rank == 0 and dataset.left_out:
@@ -247,7 +187,7 @@ def load_dataset(
     elif dataset.found:
         log.info("%s", dataset.found)
     if dataset.num_classes == 1:
-        message = f"all images of {settings.dataset} are of one class, so there is nothing to learn"
+        message = f"all images of {request.dataset} are of one class, so there is nothing to learn"
         raise UserError(f"{message}: correct --data-dir or the data set", UNREADABLE)
     return dataset
 
@@ -354,7 +294,7 @@ def _feed_of_text(
     """Return what of a problem depends on the kind of its data, by name."""
     stream = WindowStream(
         dataset.text.tokens,
-        settings.context,
+        dataset.context,
         device,
         stop=dataset.stop,
         batch_size=settings.batch_size,
@@ -363,7 +303,7 @@ def _feed_of_text(
         ranks=topology.world_size,
     )
     batches = partial(window_batches, device=device, vocabulary=dataset.num_classes)
-    task, none = next_token(settings.context, dataset.text.bytes_per_token), torch.empty(0)
+    task, none = next_token(dataset.context, dataset.text.bytes_per_token), torch.empty(0)
     return {"task": task, "train": stream, "batches": batches, "mean": none, "std": none}
 
 

@@ -7,18 +7,15 @@ first step of the outer iteration.
 
 import hashlib
 import random
-from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import torch
 
-from prunex_mpi.base.errors import one_line
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core import lasting
 from prunex_mpi.core.lasting import MASK, Numbers, Parts, Tensors
 from prunex_mpi.core.schedule import steps_with
-from prunex_mpi.core.state import Position, Problem, RunContext, State
+from prunex_mpi.core.state import Problem, RunContext, State
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.data.text import WindowStream
 from prunex_mpi.models.draws import seed_all
@@ -80,7 +77,7 @@ def model_digest(state: State) -> str:
 
 def misfit(
     tensors: Tensors,
-    numbers: Any,
+    numbers: Numbers,
     state: State,
     problem: Problem,
     *,
@@ -88,24 +85,12 @@ def misfit(
     first: bool,
     same_nodes: bool,
 ) -> str:
-    """Return what of one rank's file does not fit this run, or "".
+    """Return what of one rank's file does not fit this run's network or data, or "".
 
-    The rank was a `leader`, or the `first` of all; its place in the data counts on the
-    `same_nodes`.
+    The rank was a `leader`, or the `first` of all; its data are the same on the `same_nodes`.
+    Checksums, format and configuration are as they were written.
     """
-    template = lasting.numbers_of(state) | _draws(problem.train)
-    template["position"] = asdict(Position())
-    # The spare Gaussian of the generator is a number or None.
-    template["python"][2] = None
-    place = numbers["position"] if _alike(template, numbers) else None
-    if place is None or place["iteration"] < 1 or place["step"] < 0:
-        return "its numbers are not what this version writes"
-    epoch, at = numbers["data"]
-    # Ranks of fewer nodes had more steps in an epoch.
-    most = problem.train.steps_per_epoch if same_nodes else at
-    if epoch < 0 or not 0 <= at <= most or place["steps_done"] < 0:
-        return f"epoch {epoch}, step {at} is no place in this rank's data"
-    in_flight = bool(place["under_way"])
+    in_flight = bool(numbers["position"]["under_way"])
     stage = {"retired": numbers["stage"][1], "in_flight": in_flight}
     table = lasting.lasting(state, problem.model, **stage)
     wanted = {n: e.tensor for n, e in table.items() if e.is_written(leader, first)}
@@ -125,42 +110,6 @@ def misfit(
         return ""
     if not torch.equal(tensors["order"].sort()[0], problem.train.order.sort()[0]):
         return "its order is not one of this rank's images"
-    return _odd_generators(tensors, numbers)
-
-
-def _alike(template: Any, value: Any) -> bool:
-    """Return whether `value`, read from JSON, has the form of `template`, all the way down.
-
-    That is keys, lengths and types; None in `template` stands for anything, an empty list for one
-    of any length.
-    """
-    if template is None:
-        return True
-    if isinstance(template, dict):
-        return (
-            isinstance(value, dict)
-            and template.keys() == value.keys()
-            and all(_alike(template[key], value[key]) for key in template)
-        )
-    if isinstance(template, list):
-        return isinstance(value, list) and (
-            not template or (len(template) == len(value) and all(map(_alike, template, value)))
-        )
-    return type(value) is type(template) or (isinstance(template, float) and type(value) is int)
-
-
-def _odd_generators(tensors: Tensors, numbers: Numbers) -> str:
-    """Return which of the random generators has a state that none can have, "" for none."""
-    version, words, gauss = numbers["python"]
-    name, keys, *rest = numbers["numpy"]
-    try:
-        random.Random().setstate((version, tuple(words), gauss))
-        np.random.RandomState().set_state((name, np.array(keys, dtype=np.uint32), *rest))
-        for key in ("generator.data", "generator.torch"):
-            if key in tensors:
-                torch.Generator().set_state(tensors[key])
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        return f"the state of a random generator is impossible ({one_line(error)})"
     return ""
 
 

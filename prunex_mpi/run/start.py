@@ -19,7 +19,6 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.comm.agreement import (
     broadcast_text,
     raise_together,
@@ -41,7 +40,7 @@ from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.core.threads import set_threads
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.image_files import Known
+from prunex_mpi.data.request import Known, Request
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.devices import (
     choose_device,
@@ -70,9 +69,6 @@ from prunex_mpi.settings.fields import Settings
 
 # Layers behind which weights of any size do, and learning rates of ResNets with them.
 STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
-# What torch calls x86 processors that emulate bfloat16 and float16: a step of ResNet-18 on 8 images
-# took 5.7 s there, and 0.16 s in float32.
-EMULATING = ("NO AVX", "AVX2")
 # Of the largest output of a network, where it is computed twice.
 SAME_WITHIN = 1e-4
 # Of the epochs that a run is asked for, where whole steps make more or fewer.
@@ -154,9 +150,6 @@ def prepare(place: Place, settings: Settings) -> Transport:
 
     Raises UserError on every rank. Collective on `world`.
     """
-    world = place.topology.world
-    if settings.tensorboard:
-        run_collectively(world, lambda: require_packages("--tensorboard", "report", "tensorboard"))
     apply_findings(place, settings)
     transport = find_transport(place, settings)
     check_exchange(place.topology, settings)
@@ -240,13 +233,6 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
         )
     if line := other_length(context.settings, problem.steps, problem.train.steps_per_epoch):
         log.warning("%s", line)
-    amp, kind = context.settings.amp, torch.backends.cpu.get_cpu_capability()
-    if amp != "off" and context.state.theta.device == CPU and kind in EMULATING:
-        log.warning(
-            "amp %s: a processor without AVX-512 emulates it, many times as slow as float32; leave "
-            "it away",
-            amp,
-        )
 
 
 def _prunable(context: RunContext) -> str:
@@ -279,7 +265,7 @@ def look_at_model(world: MPI.Comm, settings: Settings, known: Known, heartbeat: 
                 side = settings.image_size or CIFAR_STEM_MAX_SIDE
                 describe_model(settings.model, Images(side), settings.stem)
                 return
-            inputs = find_inputs(settings, known)
+            inputs = find_inputs(Request.of(settings), known)
             make_model(settings, inputs)
             find_losses(settings, inputs.classes, CPU)
 
@@ -295,7 +281,7 @@ def set_up(
 ) -> RunContext:
     """Load the data, build the model, find what can be pruned. Collective on `world`."""
     heartbeat.enter("data")
-    dataset = load_dataset(topology, settings, heartbeat, device)
+    dataset = load_dataset(topology, Request.of(settings), heartbeat, device)
     return assemble(topology, settings, dataset, device, transport, heartbeat)
 
 

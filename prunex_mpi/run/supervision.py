@@ -17,7 +17,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged, UserError
-from prunex_mpi.base.files import METRICS, telling_disk_errors
+from prunex_mpi.base.files import METRICS
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import Length, Progress
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
@@ -44,7 +44,7 @@ from prunex_mpi.methods.exchanges import check_workers
 from prunex_mpi.methods.stepper import Stepper
 from prunex_mpi.models import batchnorm
 from prunex_mpi.run import checkpoint, checkpoint_files
-from prunex_mpi.run.directory import RunDirectory, Tensorboard
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.kept import Kept, keep
 from prunex_mpi.run.pretrained import evaluate_initial
 from prunex_mpi.settings.fields import Settings
@@ -104,33 +104,33 @@ def train(
 ) -> tuple[str, str]:
     """Train with all that goes on meanwhile; return the status, and what stopped the run, or "".
 
-    With `kept` each outer iteration is kept in memory.
-
-    Collective on `world`.
+    `files` is None on all ranks but world rank 0. With `kept` each outer iteration is kept in
+    memory. Raises Diverged on every rank. Collective on `world`.
     """
-    world, settings = topology.world, context.settings
-
-    def open_tensorboard() -> None:
-        if settings.tensorboard and files is not None:
-            files.tensorboard = Tensorboard(files.path, context.state.position.iteration)
-
-    run_collectively(world, lambda: telling_disk_errors("the folder tensorboard", open_tensorboard))
+    settings = context.settings
     with (
-        stop_agreement(world, received, deadline, topology.made) as stop,
+        stop_agreement(topology.world, received, deadline, topology.made) as stop,
         exchanging_behind(topology, goes_behind_steps(settings), context.transport) as behind,
     ):
         context = replace(context, stop=stop, behind=behind)
         if kept is not None:
-            kept.context = context
             # What was trained before a loss is in memory: however late, it becomes a checkpoint.
             stop.went_on = kept.loss is not None and bool(kept.snapshots)
-        if kept is None:
+        else:
             # Whatever goes on does so from a checkpoint.
             received.kept = context.state.position.iteration - 1
         received.training = True
         evaluate_initial(topology, files, context)
-        with tracing(topology, files, context):
-            status = run_to_end(topology, files, context, checkpoints, kept)
+        try:
+            with (
+                tracing(topology, files, context),
+                closing(progress_of(topology, context)) as progress,
+            ):
+                status = iterate(topology, files, context, checkpoints, progress, kept)
+        except Diverged as error:
+            if files is not None:
+                files.note_divergence(str(error))
+            raise
     return status, stop.reason
 
 
@@ -156,27 +156,6 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
         run_collectively(topology.world, check_thread_support)
 
 
-def run_to_end(
-    topology: Topology,
-    files: RunDirectory | None,
-    context: RunContext,
-    checkpoints: Checkpoints,
-    kept: Kept | None,
-) -> str:
-    """Iterate from where the state stands; return "completed", "converged" or "preempted".
-
-    `files` is None on all ranks but world rank 0. Raises Diverged on every rank. Collective on
-    `world`.
-    """
-    with closing(progress_of(topology, context)) as bar:
-        try:
-            return iterate(topology, files, context, checkpoints, bar, kept)
-        except Diverged as error:
-            if files is not None:
-                files.note_divergence(str(error))
-            raise
-
-
 def progress_of(topology: Topology, context: RunContext) -> Progress:
     """Show a run from where it stands."""
     settings, problem = context.settings, context.problem
@@ -200,7 +179,10 @@ def iterate(
     progress: Progress,
     kept: Kept | None,
 ) -> str:
-    """Run the driver until it ends, stops or diverges; return the status. Collective."""
+    """Iterate from where the state stands; return "completed", "converged" or "preempted".
+
+    Collective on `world`.
+    """
     # Nothing is left where a job ended between its last checkpoint and its summary.
     if context.state.position.converged_of == context.settings.outer_iterations:
         return "converged"
@@ -247,8 +229,6 @@ def recorded(
             files.append(METRICS, [record])
             files.append("layers.jsonl", layers)
             files.append("ranks.jsonl", [row] if row else [])
-            if files.tensorboard is not None:
-                files.tensorboard.add(record)
         if context.state.position.clock.profiler is not None:
             context.state.position.clock.profiler.step()
         progress.update(record, context.state.position.steps_done, local_steps(context))

@@ -25,7 +25,7 @@ from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.base.single_process import say_error
 from prunex_mpi.comm.agreement import gather_counts, run_collectively
 from prunex_mpi.run import job
-from prunex_mpi.run.kept import Kept, LostNodes, born, take_work_out
+from prunex_mpi.run.kept import Kept, LostNodes, born
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
@@ -74,7 +74,6 @@ def run(
             kept.loss = together(kept.loss, loss)
         else:
             kept.loss, kept.lost_at, told = loss, at, len(kept.changes)
-        take_work_out(kept)
         # Virtual nodes may not be larger than what is left.
         most = min(kept.settings.ranks_per_node, stay.size)
         kept.settings = replace(kept.settings, ranks_per_node=most)

@@ -19,15 +19,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import open_regular
-from prunex_mpi.base.heartbeat import HELPER, PHASES, Heartbeat, read_and_written
+from prunex_mpi.base.heartbeat import PHASES, Heartbeat, read_and_written
 
 PACKAGE = Path(__file__).parents[1]
-# From where the main thread waits for the helper, which exchanges behind the local steps.
-BEHIND = PACKAGE / "comm" / "async_exchange.py"
 RECORD_BYTES = 1024
 CHECKS_PER_TIMEOUT = 10
 # Between looks at this rank itself; and at the records, which a thousand ranks write and read on
@@ -201,22 +198,17 @@ class Watchdog:
     def _frame(self) -> tuple[str, bool]:
         """Return where the main thread is, and whether that is outside the package.
 
-        Where it waits for the helper thread, where that is counts.
+        Where comm/ waits for its helper thread, the rank waits for others.
         """
-        frames = sys._current_frames()
-        frame = frames.get(self.main_thread)
+        frame = inside = sys._current_frames().get(self.main_thread)
         if frame is None:
             return "ended", False
-        inside = _inside(frame)
-        if inside is None or inside is frame or _path_of(inside) != BEHIND:
-            return _place(frame), inside is not frame
-        helpers = [t.ident for t in threading.enumerate() if t.name.startswith(HELPER)]
-        for busy in filter(None, map(frames.get, helpers)):
-            where = _inside(busy)
-            if where is not None:
-                place = f"{_place(inside)}, waiting for the exchange: {_place(where)}"
-                return place, where is not busy
-        return _place(inside), False
+        while inside is not None and PACKAGE not in Path(inside.f_code.co_filename).parents:
+            inside = inside.f_back
+        if inside is not None and Path(inside.f_code.co_filename).parent.name == "comm":
+            frame = inside
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+        return place, inside is not frame
 
     def _publish(self) -> None:
         frame, computing = self._frame()
@@ -227,21 +219,6 @@ class Watchdog:
         # The watchdog has to outlive a full disk.
         with contextlib.suppress(OSError):
             os.pwrite(self.file, text.ljust(RECORD_BYTES), 0)
-
-
-def _inside(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of a thread, from `frame` outwards, that is in the package."""
-    while frame is not None and PACKAGE not in _path_of(frame).parents:
-        frame = frame.f_back
-    return frame
-
-
-def _path_of(frame: FrameType) -> Path:
-    return Path(frame.f_code.co_filename)
-
-
-def _place(frame: FrameType) -> str:
-    return f"{_path_of(frame).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 class _Idle:

@@ -125,9 +125,6 @@ class Settings:
     workers: int = _setting(
         "decoding threads per rank, 0 for the rank's share of the cores", 0, low=0, high=256
     )
-    skip_corrupt: bool = _setting(
-        "replace a damaged image by the next one of its class, with a warning", False
-    )
     augment: str = _setting(
         "auto: padded random crops and flips; resized-crop: random resized crops and flips",
         "auto",
@@ -420,7 +417,6 @@ class Settings:
         choices=("auto", "on", "off"),
     )
     evaluate_every: int = _setting("outer iterations between evaluations", low=1)
-    tensorboard: bool = _setting("also write the metrics for TensorBoard", False)
     trace: bool = _setting("write trace.json, and one per other rank, by torch's profiler", False)
     dry_run: bool = _setting("print settings and message sizes, then exit without training", False)
 
@@ -429,7 +425,7 @@ class Settings:
 
 
 # What means something to image files alone, and the data sets that are such files.
-OF_FILES = ("data_mode", "workers", "skip_corrupt")
+OF_FILES = ("data_mode", "workers")
 FROM_FILES = ("imagefolder", "webdataset")
 # What means something to images alone, and to text alone.
 OF_IMAGES = (
@@ -455,8 +451,8 @@ FETCHED = ("cifar10", "cifar100")
 OF_THE_JOB = (
     *("run_dir", "resume", "checkpoint_every", "timeout", "time_limit", "on_node_loss"),
     *("min_nodes", "trace", "dry_run"),
-    *("data_dir", "download", "data_mode", "workers", "skip_corrupt", "device", "mpi_buffers"),
-    *("ranks_per_node", "rack_of", "progress", "tensorboard"),
+    *("data_dir", "download", "data_mode", "workers", "device", "mpi_buffers"),
+    *("ranks_per_node", "rack_of", "progress"),
 )
 # The settings that all methods share, by name.
 SHARED = {f.name: f for f in dataclasses.fields(Settings) if f.metadata["section"]}

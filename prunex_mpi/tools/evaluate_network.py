@@ -32,21 +32,21 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.core.task import by_position, next_token
 from prunex_mpi.data.batches import Look, Shard, evaluation_batches, images_at_once
-from prunex_mpi.data.datasets import Dataset, Part, load
-from prunex_mpi.data.decoding import Access, decoding_threads
-from prunex_mpi.data.image_files import TEST, Classes
+from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.data.decoding import decoding_threads
+from prunex_mpi.data.request import Classes, Part, Request
 from prunex_mpi.data.text import Windows, take_windows, window_batches, windows_of
 from prunex_mpi.data.text_files import Text, Tokenizer
 from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.finished_run import known_tokenizer, read_finished_run
-from prunex_mpi.run.problem import READ, share_contents, share_text
+from prunex_mpi.run.problem import share_contents, share_text
 from prunex_mpi.run.start import Place, check_launched_together, take_places
-from prunex_mpi.settings.fields import DATASET_DEFAULTS, FROM_FILES, SHARED, TEXT
+from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
 
 # Settings of a run that say on what it was tested.
-DATA = ("dataset", "data_dir", "test_samples", "skip_corrupt", "workers", "tokenizer")
+DATA = ("dataset", "data_dir", "test_samples", "workers", "tokenizer")
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,17 @@ def load_images(
     """
     topology, world = place.topology, place.topology.world
     heartbeat.enter("data")
-    threads = decoding_threads(topology.core_sharers, data.get("workers", 0), topology.host_size)
-    where = data["dataset"], data["data_dir"]
-    known = share_contents(world, *where, heartbeat, parts=(TEST,))
-    part = Part(world.rank, world.size, topology.host_size, known=known)
-    dataset = run_collectively_while(
-        world,
-        lambda: load_test(network, data, part, threads, mode),
-        heartbeat,
+    ways = {"image_size": network.inputs.side, "data_mode": mode}
+    request = Request(**data, **ways, train_samples=None)
+    part = Part(
+        rank=world.rank,
+        size=world.size,
+        here=topology.host_size,
+        threads=decoding_threads(topology.core_sharers, request.workers, topology.host_size),
+        known=share_contents(world, request, heartbeat),
+        classes=Classes(network.inputs.classes, network.classes),
     )
+    dataset = run_collectively_while(world, lambda: load_test(network, request, part), heartbeat)
     seen = repr((dataset.test_total, dataset.digest))
     require_same(world, "the numbers or labels of the test images", seen)
     return dataset
@@ -218,34 +220,16 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
             "an exported network does not say which text it is for: give --data-dir a file or a "
             "folder of text"
         )
-    files = data["dataset"] in FROM_FILES or ":" in data["dataset"]
-    if options.skip_corrupt and not files:
-        raise UserError("skip-corrupt is for images in files; leave it away")
     where = f"{options.network}/config.toml"
     check_named("dataset", data["dataset"], (options.dataset,), where, options.network)
     if options.test_samples is not None or given:
         data["test_samples"] = options.test_samples or 0
-    data["skip_corrupt"] = options.skip_corrupt or data.get("skip_corrupt", False)
     return data
 
 
-def load_test(
-    network: Network, data: Mapping[str, Any], part: Part, threads: int, mode: str
-) -> Dataset:
-    """Return a rank's share of the test images; raise UserError where they don't fit.
-
-    So many `threads` decode files, see `load_images`.
-    """
-    dataset = load(
-        data["dataset"],
-        data_dir=data["data_dir"],
-        access=Access(mode=mode, workers=threads, skip_corrupt=data.get("skip_corrupt", False)),
-        train_samples=None,
-        test_samples=data.get("test_samples", 0),
-        image_size=network.inputs.side,
-        seed=0,
-        part=part._replace(classes=Classes(network.inputs.classes, network.classes)),
-    )
+def load_test(network: Network, request: Request, part: Part) -> Dataset:
+    """Return a rank's share of the test images; raise UserError where they don't fit."""
+    dataset = load(request, part)
     names = dataset.class_names
     odd = [pair for pair in zip(network.classes, names, strict=False) if pair[0] != pair[1]]
     if dataset.num_classes != network.inputs.classes or odd:
@@ -338,7 +322,8 @@ def read_text_for(
     """
     world = place.topology.world
     name, known = find_tokenizer(network, data)
-    text: Text = share_text(world, data["data_dir"], name, heartbeat, known)[READ]
+    request = Request(dataset=TEXT, data_dir=data["data_dir"], tokenizer=name)
+    text = share_text(world, request, heartbeat, known)
     # It is the same on every rank.
     if text.tokenizer.names != network.classes:
         raise UserError(
@@ -365,12 +350,12 @@ def evaluate_text(
     """
     world, context = place.topology.world, network.inputs.context
     network.model.to(place.device).eval()
-    part = (world.rank, world.size)
+    test = Request(dataset=TEXT, context=context, train_samples=None, test_samples=samples)
 
     def take() -> Windows:
         if whole:
             return whole_windows(text, context, samples).part(slice(world.rank, None, world.size))
-        return take_windows(text, context, samples=(None, samples), val_split=0, part=part).test
+        return take_windows(text, test, (world.rank, world.size)).test
 
     windows = run_collectively(world, take)
     heartbeat.enter("evaluate")

@@ -49,11 +49,6 @@ def build_parser() -> Parser:
         "of others all]",
     )
     add(
-        "--skip-corrupt",
-        action="store_true",
-        help="replace damaged images, as in training [as the run did]",
-    )
-    add(
         "--batch-size",
         type=int,
         default=BATCH,

@@ -5,6 +5,7 @@ The suite runs a short one; `--soak-iterations 1000` is the long one.
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import ClassVar
 
@@ -22,11 +23,12 @@ from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.state import RunContext, build_state
+from prunex_mpi.data.request import Request
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run.problem import build_problem, load_dataset
-from prunex_mpi.run.supervision import Checkpoints, run_to_end
+from prunex_mpi.run.supervision import Checkpoints, iterate, progress_of
 
 WARM = 50
 GROWTH = 1.01
@@ -106,7 +108,7 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
         model = NoisyNet()
         layout = build_layout(model)
         transport = build_transport(torch.device("cpu"), 2**-10, "host")
-        dataset = load_dataset(topology, settings)
+        dataset = load_dataset(topology, Request.of(settings))
         heartbeat, device = Heartbeat(), torch.device("cpu")
         problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
         groups = make_groups(settings, model, layout, Images(dataset.image_size))
@@ -114,7 +116,9 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
         received = ReceivedSignal()
         with stop_agreement(topology.world, received, None) as stop:
             context = RunContext(state, problem, settings, transport, heartbeat, stop)
-            status = run_to_end(topology, files, context, Checkpoints("10", received), None)
+            around = topology, files, context, Checkpoints("10", received)
+            with closing(progress_of(topology, context)) as progress:
+                status = iterate(*around, progress, None)
     assert status == "completed"
     (early, held_early), (late, held_late) = samples
     assert held_late == held_early

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import shutil
 import sys
 from collections import Counter
@@ -21,19 +20,13 @@ from prunex_mpi.data import datasets as data
 from prunex_mpi.data import image_files
 from prunex_mpi.data.batches import (
     Shard,
-    channel_moments,
-    normalisation,
 )
 from prunex_mpi.data.datasets import Dataset, hold_out
-from prunex_mpi.data.decoding import Access
-
-LOAD = dict(data_dir="nowhere", train_samples=0, test_samples=0)
-LOAD |= dict(image_size=0, seed=0, access=Access())
+from prunex_mpi.data.request import Part, Request
 
 
 def load(name: str, rank: int = 0, size: int = 1, **changes: object) -> Dataset:
-    part = data.Part(rank, size, val_split=changes.pop("val_split", 0.0))
-    return data.load(name, part=part, **(LOAD | changes))
+    return data.load(Request(dataset=name, **changes), Part(rank, size))
 
 
 def refuse(name: str, exit_code: int, **changes: object) -> str:
@@ -209,10 +202,7 @@ def test_a_start_line_tells_what_was_found_and_what_was_left_out(folder):
     again = load("imagefolder", data_dir=str(folder))
     assert again.found == whole.found
     assert again.left_out == (
-        "1 class folder without an image (train/green); "
-        "1 folder inside a class folder (train/blue/deeper); "
-        "3 other files (train/list.csv, train/red/a.gif, train/red/b.npy); "
-        "1 folder inside a class folder (test/red/deeper)"
+        "train/list.csv, train/blue/deeper, train/green and 2 more; test/red/deeper"
     )
     assert torch.equal(again.train.images, whole.train.images)
 
@@ -222,15 +212,15 @@ def test_what_another_rank_has_read_is_not_read_again(tmp_path, monkeypatch, nam
     folder = write_folder(tmp_path / "images", train=6, test=2)
     if name == "webdataset":
         folder = write_tars(tmp_path / "tars", folder)
-    shares = [dict(image_files.read_share(name, str(folder), rank, 3)) for rank in range(3)]
+    request = Request(dataset=name, data_dir=str(folder))
+    shares = [dict(image_files.read_share(request, rank, 3)) for rank in range(3)]
     known = json.loads(json.dumps(shares[0] | shares[1] | shares[2]))
     assert len(known) == sum(map(len, shares)) == len([*folder.glob("*/[!.]*")])
-    options = LOAD | {"data_dir": str(folder)}
-    alone = data.load(name, part=data.Part(0, 1), **options)
+    alone = data.load(request, Part(0, 1))
     spy = Mock(side_effect=image_files.read_names)
     monkeypatch.setattr(image_files, "read_names", spy)
     monkeypatch.setattr(image_files, "read_headers", None)
-    same = data.load(name, part=data.Part(0, 1, known=known), **options)
+    same = data.load(request, Part(0, 1, known=known))
     # The folders in which class folders are.
     assert spy.call_count == (2 if name == "imagefolder" else 0)
     assert (same.digest, same.found, same.left_out) == (alone.digest, alone.found, alone.left_out)
@@ -245,24 +235,24 @@ def test_images_that_ranks_cannot_share_are_told_of():
 
 
 def test_images_of_all_ranks_of_a_machine_must_fit(monkeypatch):
-    options = LOAD | {"train_samples": 4096, "test_samples": 8, "image_size": 64}
+    sizes = {"test_samples": 8, "image_size": 64}
+    few, many = (Request(dataset="synthetic", train_samples=n, **sizes) for n in (1024, 4096))
     monkeypatch.setattr(data, "memory_limit", lambda: (30 * 2**20, "Slurm gives the job here"))
-    parts = {here: data.Part(0, 4, here) for here in (1, 4)}
-    one = data.load("synthetic", part=parts[1], **(options | {"train_samples": 1024}))
-    assert one.train_total == 1024
+    assert data.load(few, Part(0, 4, here=1)).train_total == 1024
     with pytest.raises(UserError) as caught:
-        data.load("synthetic", part=parts[4], **options)
+        data.load(many, Part(0, 4, here=4))
     message = "the images of 4 ranks take 0.0471 GiB and Slurm gives the job here 0.0293; lower"
     assert message in str(caught.value)
     assert caught.value.exit_code == USAGE
 
 
 def test_images_to_train_on_must_fit_on_the_gpu():
-    options = LOAD | {"train_samples": 1024, "test_samples": 4096, "image_size": 8}
+    sizes = {"train_samples": 1024, "test_samples": 4096, "image_size": 8}
+    request = Request(dataset="synthetic", **sizes)
     needed = 1024 // 4 * 3 * 8**2
-    assert data.load("synthetic", part=data.Part(1, 4, room=needed), **options).train_total == 1024
+    assert data.load(request, Part(1, 4, room=needed)).train_total == 1024
     with pytest.raises(UserError) as caught:
-        data.load("synthetic", part=data.Part(1, 4, room=needed - 1), **options)
+        data.load(request, Part(1, 4, room=needed - 1))
     assert "the training images of one rank take 4.58e-05 GiB and its GPU has" in str(caught.value)
     assert caught.value.exit_code == USAGE
 
@@ -288,29 +278,6 @@ def test_imagefolder_crops_the_centre_on_request(folder):
     part = load("imagefolder", data_dir=str(folder), image_size=10)
     assert part.train.images.shape == (12, 3, 10, 10)
     assert (part.train.images == 200).flatten(1).all(1).sum() == 4
-
-
-@pytest.mark.parametrize("content", [b"", b"no image at all", None])
-def test_corrupt_image_is_named(folder: Path, content: bytes | None) -> None:
-    broken = folder / "train" / "red" / "1.jpg"
-    broken.write_bytes(broken.read_bytes()[:200] if content is None else content)
-    assert str(broken) in refuse("imagefolder", UNREADABLE, data_dir=str(folder))
-
-
-def test_imagefolder_needs_both_splits_with_the_same_classes(folder: Path) -> None:
-    (folder / "test" / "blue").rename(folder / "test" / "green")
-    assert "'blue'" in refuse("imagefolder", UNREADABLE, data_dir=str(folder))
-    missing = str(folder / "train" / "train")
-    assert missing in refuse("imagefolder", UNREADABLE, data_dir=str(folder / "train"))
-
-
-@pytest.mark.skipif("PRUNEX_CIFAR10_DIR" not in os.environ, reason="PRUNEX_CIFAR10_DIR is not set")
-def test_cifar10_as_image_files() -> None:
-    part = load("imagefolder", data_dir=os.environ["PRUNEX_CIFAR10_DIR"], train_samples=800)
-    assert is_valid(part)
-    assert (part.num_classes, part.image_size, part.train_total) == (10, 32, 800)
-    mean, _ = normalisation(channel_moments(part.train, 800))
-    assert torch.allclose(mean, torch.tensor([0.491, 0.482, 0.447]), atol=0.05)
 
 
 def test_the_same_share_of_each_class_is_held_out_in_the_order_there_was():
@@ -344,7 +311,8 @@ def test_images_to_test_on_are_not_looked_for_where_none_are_wanted(tmp_path):
     with_test = load("imagefolder", **ways)
     shutil.rmtree(tmp_path / "test")
     refuse("imagefolder", UNREADABLE, **ways)
-    known = dict(image_files.read_share("imagefolder", str(tmp_path), 0, 1, ("train",)))
+    request = Request(dataset="imagefolder", data_dir=str(tmp_path), test_samples=None)
+    known = dict(image_files.read_share(request, 0, 1))
     assert known and not any("test" in Path(path).parts for path in known)
     found = load("imagefolder", **ways, test_samples=None)
     assert (found.test, found.test_total) == (None, 0)

@@ -1,14 +1,12 @@
 """Images that are decoded while training: the same as in memory, ahead, bounded, and damaged."""
 
 import logging
-import os
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from image_folders import damage, write_folder
-from PIL import Image
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
@@ -22,7 +20,8 @@ from prunex_mpi.data.batches import (
     part_of,
 )
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.decoding import PREFETCHED, Access, Streamed
+from prunex_mpi.data.decoding import PREFETCHED, Streamed
+from prunex_mpi.data.request import Part, Request
 
 LOOK = Look(torch.zeros(3), torch.ones(3), "cpu")
 STEPS = 11
@@ -33,17 +32,9 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "images")
 
 
-def load(folder: Path, mode: str, workers: int = 2, rank: int = 0, **access: object) -> Dataset:
-    return data.load(
-        "imagefolder",
-        data_dir=str(folder),
-        access=Access(mode=mode, workers=workers, **access),
-        train_samples=0,
-        test_samples=0,
-        image_size=0,
-        seed=3,
-        part=(rank, 2),
-    )
+def load(folder: Path, mode: str, threads: int = 2, rank: int = 0, **ways: object) -> Dataset:
+    request = Request(dataset="imagefolder", data_dir=str(folder), data_mode=mode, seed=3, **ways)
+    return data.load(request, Part(rank, 2, threads=threads))
 
 
 def stream_of(dataset: Dataset, batch_size: int = 8) -> BatchStream:
@@ -142,81 +133,6 @@ def test_a_damaged_image_is_told_when_its_batch_is_due(folder):
         load(folder, "memory")
 
 
-def test_the_next_image_of_its_class_stands_in_for_a_damaged_one(folder, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("prunex_mpi"), "propagate", True)
-    ants = sorted((folder / "train/ant").iterdir())
-    # Two behind each other, and the last, whose next is the first.
-    victims = [damage(ants[place]) for place in (4, 5, len(ants) - 1)]
-    expected = {victims[0]: ants[6], victims[1]: ants[6], victims[2]: ants[0]}
-    found = []
-    for mode, workers in (("memory", 2), ("stream", 1), ("stream", 4)):
-        parts = [load(folder, mode, workers, rank, skip_corrupt=True) for rank in range(2)]
-        found.append([batches(stream_of(part)) for part in parts])
-        replaced = {name: other for part in parts for name, other in part.reader.replaced.items()}
-        assert replaced == {name: str(other) for name, other in expected.items()}
-        assert [part.reader.error for part in parts] == [None, None]
-    assert all(same(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-    lines = [record.getMessage() for record in caplog.records]
-    assert sum("is replaced by" in line for line in lines) == 3 * len(victims)
-    assert any(f"{victims[0]} is replaced by {ants[6]} (1 so far)" in line for line in lines)
-
-
-def test_images_held_out_and_those_to_train_on_never_stand_in_for_each_other(folder):
-    ways = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
-    ways["part"] = data.Part(0, 1, val_split=0.4)
-
-    def load_held(**access: object) -> Dataset:
-        return data.load("imagefolder", data_dir=str(folder), access=Access(**access), **ways)
-
-    whole = load_held(mode="stream")
-    paths = [
-        [part.images.files.name(i) for i in part.images.places] for part in (whole.train, whole.val)
-    ]
-    for half in paths:
-        for victim in [path for path in half if "/ant/" in path][1:]:
-            damage(Path(victim))
-    loaded = load_held(mode="memory", skip_corrupt=True)
-    found = loaded.reader.replaced
-    for half in paths:
-        ants = [path for path in half if "/ant/" in path]
-        assert len(ants) > 2 and all(found[victim] == ants[0] for victim in ants[1:])
-    damage(Path(next(path for path in paths[1] if "/ant/" in path)))
-    with pytest.raises(UserError, match="so are all others of its class that are held out"):
-        load_held(mode="memory", skip_corrupt=True)
-
-
-def test_the_size_is_that_of_the_first_image_that_is_not_damaged(folder):
-    first, second = sorted((folder / "train/ant").iterdir())[:2]
-    damage(first)
-    with pytest.raises(UserError, match=first.name):
-        load(folder, "stream")
-    dataset = load(folder, "memory", skip_corrupt=True)
-    assert dataset.image_size == min(Image.open(second).size)
-    second.unlink()
-    second.symlink_to(folder / "nowhere.jpg")
-    with pytest.raises(UserError, match=second.name):
-        load(folder, "memory", skip_corrupt=True)
-
-
-def test_what_is_not_damaged_but_gone_is_not_replaced(folder):
-    (folder / "train/bee/003.jpg").unlink()
-    dataset = load(folder, "memory", skip_corrupt=True)
-    assert dataset.reader.replaced == {}
-    streamed = load(folder, "stream", skip_corrupt=True)
-    os.rename(folder / "train/bee", folder / "elsewhere")
-    channel_moments(streamed.train, len(streamed.train))
-    with pytest.raises(UserError, match="No such file"):
-        streamed.reader.raise_error()
-
-
-def test_a_class_of_damaged_images_is_refused(folder):
-    for path in (folder / "train/cat").iterdir():
-        damage(path)
-    with pytest.raises(UserError, match="so are all others of its class") as caught:
-        load(folder, "memory", skip_corrupt=True)
-    assert caught.value.exit_code == UNREADABLE
-
-
 def test_auto_streams_what_memory_cannot_hold(folder, caplog, monkeypatch):
     assert isinstance(load(folder, "auto").train.images, Tensor)
 
@@ -242,12 +158,10 @@ def test_auto_leaves_room_for_the_job(folder, monkeypatch, where, mode):
     def is_streamed(limit: float) -> bool:
         if where == "machine":
             monkeypatch.setattr(data, "memory_limit", lambda: (int(limit), "this machine has"))
-        part = data.Part(0, 2, room=int(limit) if where == "gpu" else None)
-        whole = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 3}
-        place = {"data_dir": str(folder), "access": Access(mode=mode)}
-        return isinstance(
-            data.load("imagefolder", part=part, **place, **whole).train.images, Streamed
-        )
+        part = Part(0, 2, room=int(limit) if where == "gpu" else None)
+        ways = {"data_dir": str(folder), "data_mode": mode, "seed": 3}
+        images = data.load(Request(dataset="imagefolder", **ways), part).train.images
+        return isinstance(images, Streamed)
 
     assert not is_streamed(needed / (share - 0.01))
     if mode == "auto":
@@ -259,10 +173,10 @@ def test_auto_leaves_room_for_the_job(folder, monkeypatch, where, mode):
 
 
 def test_what_is_no_file_is_streamed_as_well():
-    sizes = {"train_samples": 8, "test_samples": 8, "image_size": 9, "seed": 0, "part": (0, 1)}
+    sizes = {"train_samples": 8, "test_samples": 8, "image_size": 9}
     for name in ("synthetic", "digits"):
         kept, streamed = (
-            data.load(name, data_dir="", access=Access(mode=mode), **sizes)
+            data.load(Request(dataset=name, data_mode=mode, **sizes), Part(0, 1))
             for mode in ("memory", "stream")
         )
         assert isinstance(kept.train.images, Tensor)

@@ -1,30 +1,28 @@
-"""CIFAR: downloaded once, parsed as what it is."""
+"""CIFAR: read by torchvision, downloaded once."""
 
 import hashlib
 import pickle
-import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torchvision.datasets import CIFAR10
+from torchvision.datasets import cifar as torchvisions
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import datasets as data
 from prunex_mpi.data import sources
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.decoding import Access
+from prunex_mpi.data.request import Part, Request
+
+WHOLE = Part(0, 1)
 
 
-def load(
-    data_dir: Path, name: str = "cifar10", part: tuple = (0, 1), download: bool = False
-) -> Dataset:
-    ways = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 0}
-    return data.load(name, data_dir=str(data_dir), access=Access(download), part=part, **ways)
+def load(data_dir: Path, part: Part = WHOLE, **ways: object) -> Dataset:
+    return data.load(Request(**{"dataset": "cifar10", "data_dir": str(data_dir), **ways}), part)
 
 
 def refuse(data_dir: Path, download: bool = False) -> str:
@@ -35,28 +33,6 @@ def refuse(data_dir: Path, download: bool = False) -> str:
     return str(caught.value)
 
 
-def pickled(value: object) -> bytes:
-    """Return the opcodes by which Python 2 wrote `value`; an array is uint8."""
-    if isinstance(value, np.ndarray):
-        shape = b"".join(b"J" + struct.pack("<i", size) for size in value.shape)
-        return (
-            b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\1b\x87R(K\1("
-            + shape
-            + b"tcnumpy\ndtype\nU\2u1K\0K\1\x87R(K\3U\1|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
-            + b"\x89T"
-            + struct.pack("<i", value.size)
-            + value.tobytes()
-            + b"tb"
-        )
-    if isinstance(value, dict):
-        return b"}(" + b"".join(pickled(x) for pair in value.items() for x in pair) + b"u"
-    if isinstance(value, list):
-        return b"](" + b"".join(map(pickled, value)) + b"e"
-    if isinstance(value, str):
-        return b"U" + bytes([len(value)]) + value.encode("latin1")
-    return b"K" + bytes([value])
-
-
 def fake_cifar(
     monkeypatch: pytest.MonkeyPatch,
     name: str = "cifar10",
@@ -65,62 +41,48 @@ def fake_cifar(
 ) -> list[str]:
     """Put a small CIFAR in the place of the real one; return what counts downloads by folder."""
     classes, labels = (10, "labels") if name == "cifar10" else (100, "fine_labels")
-    contents = {"meta": pickled({"names": [f"class {number}" for number in range(classes)]})}
+    contents = {"meta": {"names": [f"class {number}" for number in range(classes)]}}
     for file, first, count in (("train_1", 0, 12), ("train_2", 12, 8), ("test", 0, 6)):
         numbers = np.arange(first, first + count, dtype=np.uint8)
         pixels = np.tile(numbers[:, None, None, None], (1, 3, 32, 32))
         pixels[:, :, 0, 1] = (7, 8, 9)
         targets = [int(number) % 10 for number in numbers]
-        contents[file] = pickled({"data": pixels.reshape(count, 3072), labels: targets})
-    contents = {file: b"\x80\2" + content + b"." for file, content in contents.items()}
+        contents[file] = {"data": pixels.reshape(count, 3072), labels: targets}
+    contents = {file: pickle.dumps(content) for file, content in contents.items()}
     sums = {file: hashlib.md5(content).hexdigest() for file, content in contents.items()}
-    published = SimpleNamespace(
-        **{"filename": "archive", "base_folder": "files", "url": "https://x", "tgz_md5": "0"},
-        train_list=[[file, sums[file]] for file in ("train_1", "train_2")],
-        test_list=[["test", sums["test"]]],
-        meta={"filename": "meta", "key": "names", "md5": sums["meta"]},
-    )
+    facts = {
+        **{"filename": "archive", "base_folder": "files"},
+        "train_list": [[file, sums[file]] for file in ("train_1", "train_2")],
+        "test_list": [["test", sums["test"]]],
+        "meta": {"filename": "meta", "key": "names", "md5": sums["meta"]},
+    }
     downloads: list[str] = []
 
-    def download(url: str, root: Path, filename: str, md5: str) -> None:
+    def download(url: str, root: str, filename: str, md5: str) -> None:
         if error is not None:
             raise error
         downloads.append(str(root))
         for _ in range(5):
-            with open(root / filename, "a") as archive:
+            with open(Path(root) / filename, "a") as archive:
                 archive.write("more")
             time.sleep(slow / 5)  # long enough for the others to arrive
-        (root / "files").mkdir()
+        (Path(root) / "files").mkdir()
         for file, content in contents.items():
-            (root / "files" / file).write_bytes(content)
+            (Path(root) / "files" / file).write_bytes(content)
 
-    monkeypatch.setattr(sources, name.upper(), published)
-    monkeypatch.setattr(sources, "download_and_extract_archive", download)
+    monkeypatch.setattr(sources, name.upper(), type("Small", (CIFAR10,), facts))
+    monkeypatch.setattr(torchvisions, "download_and_extract_archive", download)
     return downloads
 
 
-def test_of_a_pickle_only_the_published_bytes_are_parsed_and_only_arrays_made(
-    tmp_path, monkeypatch
-):
+def test_files_that_were_not_published_are_not_read(tmp_path, monkeypatch):
     fake_cifar(monkeypatch, slow=0)
     load(tmp_path, download=True)
-    file = tmp_path / "files/test"
-    content, bad = file.read_bytes(), b"cos\nsystem\n(U\4true\x85R."
-    file.write_bytes(bad)
-    assert "no complete cifar10" in refuse(tmp_path)
-    # As if somebody put another one in its place once its sum was compared.
-    with pytest.raises(pickle.UnpicklingError, match=r"os\.system is not read from a file"):
-        sources._ArraysOnly(BytesIO(bad)).load()
-    real = hashlib.md5
-
-    def replaced(read: bytes, **options: bool) -> object:
-        if read == content:
-            file.write_bytes(bad)
-        return real(read, **options)
-
-    file.write_bytes(content)
-    monkeypatch.setattr(hashlib, "md5", replaced)
     assert load(tmp_path).test_total == 6
+    # Those to test on are not opened where none are wanted.
+    (tmp_path / "files/test").write_bytes(b"cos\nsystem\n(U\4true\x85R.")
+    assert "no complete cifar10" in refuse(tmp_path)
+    assert load(tmp_path, test_samples=None).train_total == 20
 
 
 @pytest.mark.parametrize(("name", "classes"), [("cifar10", 10), ("cifar100", 100)])
@@ -128,7 +90,7 @@ def test_cifar_is_downloaded_once_by_whoever_comes_first(tmp_path, monkeypatch, 
     downloads = fake_cifar(monkeypatch, name)
 
     def context(rank: int) -> Dataset:
-        return load(tmp_path / "new", name, (rank, 3), download=True)
+        return load(tmp_path / "new", Part(rank, 3), dataset=name, download=True)
 
     with ThreadPoolExecutor(3) as pool:
         parts = list(pool.map(context, range(3)))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.data.request import Request
 from prunex_mpi.data.text import (
     Windows,
     WindowStream,
@@ -73,16 +74,21 @@ def test_batches_are_smaller_where_windows_are_long():
     assert rows_at_once(windows.context, 2**12) == 1
 
 
+def asked(context: int, val_split: float = 0.0) -> Request:
+    return Request(dataset="text", context=context, val_split=val_split)
+
+
 def test_the_end_of_what_is_not_tested_on_is_held_out():
-    assert cut(1001, 900, 0.0, 8, 1) == (900, 0)
-    assert cut(1001, 900, 0.1, 8, 1) == (810, 90)
+    assert cut(1001, 900, asked(8), 1) == (900, 0)
+    assert cut(1001, 900, asked(8, 0.1), 1) == (810, 90)
 
 
 def test_windows_stay_in_the_files_to_train_on_or_in_those_to_test_on(tmp_path):
     for name, letter in {"test.txt": "b", "train.txt": "a"}.items():
         (tmp_path / name).write_text(letter * 40)
-    text = read_text_data(str(tmp_path), "bytes")
-    found = take_windows(text, 8, samples=(0, 0), val_split=0.25, part=(0, 1))
+    request = Request(dataset="text", data_dir=str(tmp_path), context=8, val_split=0.25)
+    text = read_text_data(request)
+    found = take_windows(text, request, (0, 1))
     assert found.stop == 30
     for windows, letter, starts in (
         (found.train, "a", [0, 8, 16]),
@@ -104,4 +110,4 @@ def test_windows_stay_in_the_files_to_train_on_or_in_those_to_test_on(tmp_path):
 )
 def test_too_little_text_is_refused(count, val_split, context, ranks, says):
     with pytest.raises(UserError, match=says):
-        cut(count, count * 9 // 10, val_split, context, ranks)
+        cut(count, count * 9 // 10, asked(context, val_split), ranks)

@@ -11,12 +11,12 @@ import pytest
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
 from prunex_mpi.data import text_files
+from prunex_mpi.data.request import Request
 from prunex_mpi.data.text_files import (
     UNKNOWN,
     Tokenizer,
     decode,
     find_text_files,
-    forget,
     map_text,
     prepare,
     read_text_data,
@@ -32,6 +32,10 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def asked(place: Path | str, tokenizer: Path | str = "bytes", **ways: object) -> Request:
+    return Request(dataset="text", data_dir=str(place), tokenizer=str(tokenizer), **ways)
+
+
 def written(folder: Path, text: str) -> Path:
     (folder / "text").write_text(text)
     return folder / "text"
@@ -45,7 +49,7 @@ def write_all(folder: Path, texts: dict[str, str]) -> Path:
 
 
 def all_tokens(data_dir: Path | str, tokenizer: str = "bytes") -> list[int]:
-    tokens = read_text_data(str(data_dir), tokenizer).tokens
+    tokens = read_text_data(asked(data_dir, tokenizer)).tokens
     return tokens.rows([0], len(tokens))[0].tolist()
 
 
@@ -71,7 +75,7 @@ def test_the_files_of_a_folder_come_in_the_order_of_their_paths(tmp_path):
     found = [path.relative_to(folder).as_posix() for path in find_text_files(str(folder))]
     assert found == ["a/empty", "a/z.md", "b.txt"]
     assert bytes(all_tokens(folder)) == b"ZB"
-    prepared = prepare(str(folder), "bytes")
+    prepared = prepare(asked(folder))
     assert "3 files" in prepared.found and "a/empty to b.txt" in prepared.found
 
 
@@ -102,7 +106,7 @@ def test_what_is_to_test_on_begins_with_its_files(tmp_path, tokenizer):
     folder = write_all(tmp_path / "texts", texts)
     if tokenizer == "file":
         tokenizer = str(tokenizer_file(tmp_path / "tokenizer.json"))
-    prepared = map_text(json.loads(json.dumps(asdict(prepare(str(folder), tokenizer)))))
+    prepared = map_text(json.loads(json.dumps(asdict(prepare(asked(folder, tokenizer))))))
     tokens = prepared.tokens
     begin = prepared.begin
     parts = [tokens.rows([0], begin)[0], tokens.rows([begin], len(tokens) - begin)[0]]
@@ -113,7 +117,7 @@ def test_what_is_to_test_on_begins_with_its_files(tmp_path, tokenizer):
     assert prepared.test_bytes == 5
     assert "train on train.txt, test on test.txt, 14 bytes" in prepared.found
     assert prepared.told and prepared.lacking == "not read: notes"
-    joined = prepare(str(written(tmp_path, texts["train.txt"] + texts["test.txt"])), tokenizer)
+    joined = prepare(asked(written(tmp_path, texts["train.txt"] + texts["test.txt"]), tokenizer))
     assert joined.digest != prepared.digest
 
 
@@ -131,7 +135,7 @@ def test_no_folder_of_text_is_left_out_in_silence(tmp_path, monkeypatch):
 
 def test_characters_are_numbered_in_order_and_their_file_is_gone_once_mapped(tmp_path, scratch):
     file = written(tmp_path, "caÄ𝄞a" * 2)
-    text = read_text_data(str(file), "chars")
+    text = read_text_data(asked(file, "chars"))
     assert text.tokenizer.characters == f"acÄ{UNKNOWN}𝄞" and text.tokenizer.size == 5
     assert text.tokens.rows([0], 5).tolist() == [[1, 0, 2, 4, 0]]
     assert decode(text.tokenizer, [4, 1]) == "𝄞c"
@@ -143,7 +147,7 @@ def test_pieces_do_not_change_the_characters(tmp_path, monkeypatch):
     text = "".join(f"line {i} Ä𝄞\n" for i in range(40)) + "x" * 50
     file.write_text(text)
     monkeypatch.setattr(text_files, "PIECE_BYTES", 7)
-    found = read_text_data(str(file), "chars")
+    found = read_text_data(asked(file, "chars"))
     numbers = found.tokens.rows([0], len(text))[0]
     assert decode(found.tokenizer, numbers) == text
 
@@ -152,14 +156,14 @@ def test_a_vocabulary_above_256_takes_16_bits(tmp_path):
     file = tmp_path / "text"
     text = "".join(map(chr, range(1000, 1300)))
     file.write_text(text * 2)
-    assert prepare(str(file), "chars").type == "uint16"
+    assert prepare(asked(file, "chars")).type == "uint16"
     assert all_tokens(file, "chars") == [*range(300)] * 2
 
 
 def test_a_tokenizer_file_gives_its_tokens(tmp_path, scratch):
     file = written(tmp_path, "ab cd Ä\n")
     name = str(tokenizer_file(tmp_path / "tokenizer.json"))
-    text = read_text_data(str(file), name)
+    text = read_text_data(asked(file, name))
     numbers = text.tokens.rows([0], len(text.tokens))[0].tolist()
     assert len(numbers) < 9 and decode(text.tokenizer, numbers) == "ab cd Ä\n"
     assert max(numbers) < text.tokenizer.size and not list(scratch.iterdir())
@@ -171,43 +175,23 @@ def test_bytes_per_token_are_those_of_the_part_to_test_on(tmp_path, monkeypatch,
     file = written(tmp_path, "ab cd\n" * 300 + "字" * 250)
     if tokenizer == "file":
         tokenizer = str(tokenizer_file(tmp_path / "tokenizer.json"))
-    text = read_text_data(str(file), tokenizer)
+    text = read_text_data(asked(file, tokenizer))
     # Those that a tokenizer was not trained on are three tokens of a byte each.
     assert text.bytes_per_token == pytest.approx(3 if tokenizer == "chars" else 1, abs=0.02)
     assert text.begin == len(text.tokens) * 9 // 10
 
 
-def test_a_tokenizer_that_loses_characters_is_told_of(tmp_path, scratch):
+def test_text_of_which_a_tokenizer_makes_nothing_is_refused(tmp_path, scratch):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
-    made.decoder = tokenizers.decoders.Fuse()
     made.save(str(tmp_path / "tokenizer.json"))
-    name, file = str(tmp_path / "tokenizer.json"), written(tmp_path, "abÄÖab")
-    told = "the tokenizer loses 2 characters: 'Ä' (1), 'Ö' (1)"
-    assert read_text_data(str(file), name).lacking == told
-    file.write_text("ÄÖ")
     with pytest.raises(UserError, match="makes no tokens of the text") as caught:
-        prepare(str(file), name)
+        prepare(asked(written(tmp_path, "ÄÖ"), tmp_path / "tokenizer.json"))
     assert caught.value.exit_code == UNREADABLE and not list(scratch.iterdir())
-    file.write_text("abab")
-    assert not prepare(str(file), name).lacking
-
-
-def test_lost_and_unknown_characters_of_all_pieces_are_counted(tmp_path, monkeypatch):
-    tokenizers = pytest.importorskip("tokenizers")
-    monkeypatch.setattr(text_files, "PIECE_BYTES", 4)
-    vocabulary = {"a": 0, "b": 1, "\n": 2, "UNK": 3}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="UNK"))
-    made.decoder = tokenizers.decoders.Fuse()
-    made.save(str(tmp_path / "tokenizer.json"))
-    file = written(tmp_path, "aU\n" + "ab\n" * 10 + "UK\n" + "ab\n" * 10)
-    prepared = prepare(str(file), str(tmp_path / "tokenizer.json"))
-    forget(prepared.file)
-    assert prepared.lacking == "the tokenizer loses 3 characters: 'U' (2), 'K' (1)"
 
 
 def test_every_python_has_text():
-    text = read_text_data("", "bytes")
+    text = read_text_data(asked(""))
     assert len(text.tokens) > 300_000 and text.bytes_per_token == 1
 
 
@@ -224,7 +208,7 @@ def test_bad_text_is_refused(tmp_path, scratch, content, says, tokenizer):
     file = tmp_path / "text"
     file.write_bytes(content)
     with pytest.raises(UserError) as caught:
-        prepare(str(file), tokenizer)
+        prepare(asked(file, tokenizer))
     assert says in str(caught.value) and caught.value.exit_code == UNREADABLE
     assert not list(scratch.iterdir())
 
@@ -234,27 +218,27 @@ def test_the_place_of_a_bad_byte_counts_from_the_beginning_of_the_file(tmp_path,
     file = tmp_path / "text"
     file.write_bytes("abcÄ".encode() * 5 + b"\xe2\x82x")
     with pytest.raises(UserError, match=r"byte 25\)"):
-        prepare(str(file), "bytes")
+        prepare(asked(file))
 
 
 def test_what_is_missing_or_no_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="there is no text in"):
-        prepare(str(tmp_path / "nowhere"), "bytes")
+        prepare(asked(tmp_path / "nowhere"))
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match="holds no file"):
-        prepare(str(tmp_path / "folder"), "bytes")
+        prepare(asked(tmp_path / "folder"))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="cannot read"):
-        prepare(str(tmp_path / "pipe"), "bytes")
+        prepare(asked(tmp_path / "pipe"))
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
     file = written(tmp_path, "some text")
     with pytest.raises(UserError, match="is no tokenizer"):
-        prepare(str(file), str(file))
+        prepare(asked(file, file))
     with pytest.raises(UserError, match="give bytes, chars, or a tokenizer"):
-        prepare(str(file), str(tmp_path / "nowhere.json"))
+        prepare(asked(file, tmp_path / "nowhere.json"))
 
 
 def test_characters_beyond_the_part_to_train_on_are_one_token_and_told_of(tmp_path):
@@ -262,11 +246,11 @@ def test_characters_beyond_the_part_to_train_on_are_one_token_and_told_of(tmp_pa
     alone = written(tmp_path, "ab" * 9 + "xb")
     folder = write_all(tmp_path / "texts", {"train": "ab" * 9, "test": "xb"})
     for place in (alone, folder):
-        text = read_text_data(str(place), "chars")
+        text = read_text_data(asked(place, "chars"))
         assert text.tokenizer.characters == f"ab{UNKNOWN}"
         assert text.tokens.rows([16], 4).tolist() == [[0, 1, 2, 1]]
-        assert text.lacking == "the tokenizer loses 1 characters: 'x' (1)"
-    trained = prepare(str(folder), "chars", with_test=False)
+        assert text.lacking == "1 characters are not in the vocabulary: 'x' (1)"
+    trained = prepare(asked(folder, "chars", test_samples=None))
     assert trained.tokenizer == text.tokenizer and not trained.lacking
     assert decode(text.tokenizer, [0, 2]) == f"a{UNKNOWN}"
 
@@ -274,22 +258,22 @@ def test_characters_beyond_the_part_to_train_on_are_one_token_and_told_of(tmp_pa
 def test_a_vocabulary_that_is_known_is_kept_and_may_know_no_others(tmp_path):
     file = written(tmp_path, "ba")
     known = Tokenizer("chars", 3, "abc")
-    assert read_text_data(str(file), "chars", known).tokens.rows([0], 2).tolist() == [[1, 0]]
+    assert read_text_data(asked(file, "chars"), known).tokens.rows([0], 2).tolist() == [[1, 0]]
     file.write_text("abx")
     with pytest.raises(UserError, match=r"'x' is beyond the vocabulary of 3 characters"):
-        prepare(str(file), "chars", known)
+        prepare(asked(file, "chars"), known)
 
 
 def test_no_room_for_tokens_is_one_line(tmp_path, monkeypatch):
     file = written(tmp_path, "abc")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="TMPDIR"):
-        prepare(str(file), "chars")
+        prepare(asked(file, "chars"))
 
 
 def test_texts_differ_by_their_digest(tmp_path):
     digests = set()
     for content, tokenizer in (("abc", "bytes"), ("abd", "bytes"), ("abc", "chars")):
         (tmp_path / "text").write_text(content)
-        digests.add(prepare(str(tmp_path / "text"), tokenizer).digest)
+        digests.add(prepare(asked(tmp_path / "text", tokenizer)).digest)
     assert len(digests) == 3

@@ -11,7 +11,7 @@ import numpy as np
 import own_data
 import pytest
 import torch
-from image_folders import CLASSES, damage, write_folder
+from image_folders import CLASSES, write_folder
 from own_data import Own
 from PIL import Image
 from torchvision import tv_tensors
@@ -20,26 +20,18 @@ from torchvision.datasets import FakeData
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.data import datasets
-from prunex_mpi.data.datasets import Dataset, Part
-from prunex_mpi.data.decoding import Access
+from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.images import to_rgb
+from prunex_mpi.data.request import Part, Request
 from prunex_mpi.settings.fields import SHARED
 
-WHOLE = Part(0, 1)
+WHOLE = Part(0, 1, threads=3)
 DATASETS = SHARED["dataset"].metadata["choices"]
 
 
-def load(name: str, size: int = 0, part: Part = WHOLE, data_dir: str = "x", **ways: Any) -> Dataset:
-    return datasets.load(
-        name if name in DATASETS or ":" in name else f"own_data:{name}",
-        data_dir=data_dir,
-        access=Access(**{"workers": 3, **ways}),
-        train_samples=0,
-        test_samples=0,
-        image_size=size,
-        seed=3,
-        part=part,
-    )
+def load(name: str, part: Part = WHOLE, data_dir: str = "x", **ways: Any) -> Dataset:
+    name = name if name in DATASETS or ":" in name else f"own_data:{name}"
+    return datasets.load(Request(dataset=name, data_dir=data_dir, seed=3, **ways), part)
 
 
 def assert_same(one: Dataset, other: Dataset) -> None:
@@ -78,17 +70,18 @@ def items(count: int = 6, **attributes: Any) -> Own:
 
 
 @pytest.mark.parametrize("mode", ["memory", "stream"])
-@pytest.mark.parametrize("part", [WHOLE, Part(1, 3), Part(0, 2, val_split=0.2)])
-def test_digits_by_a_function_are_those_built_in(mode, part):
-    assert_same(load("digits", part=part), load("digits_again", part=part, mode=mode))
+@pytest.mark.parametrize(("part", "val"), [(WHOLE, 0.0), (Part(1, 3), 0.0), (Part(0, 2), 0.2)])
+def test_digits_by_a_function_are_those_built_in(mode, part, val):
+    found = load("digits_again", part, data_mode=mode, val_split=val)
+    assert_same(load("digits", part, val_split=val), found)
 
 
 @pytest.mark.parametrize("size", [0, 5])
 @pytest.mark.parametrize("mode", ["memory", "stream"])
 def test_files_by_a_function_are_those_of_their_folder(tmp_path, mode, size):
     folder = str(write_folder(tmp_path, train=6, test=2))
-    ways = {"data_dir": folder, "size": size, "part": Part(1, 2)}
-    plain, found = load("imagefolder", **ways), load("from_files", mode=mode, **ways)
+    ways = {"data_dir": folder, "image_size": size, "part": Part(1, 2)}
+    plain, found = load("imagefolder", **ways), load("from_files", data_mode=mode, **ways)
     assert_same(plain, found)
     assert found.class_names == CLASSES
     text = "18 images to train on and 6 to test on in own_data:from_files, 3 classes"
@@ -216,26 +209,26 @@ def test_images_are_mirrored_unless_their_data_set_says_no(made):
     assert made([(np.zeros((3, 32, 32), np.uint8), 0)]).pad == 4
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_items_are_asked_for_by_so_many_threads(made, workers):
-    """With one worker no two items are asked for at a time."""
-    run_collectively, most, lock = 0, 0, threading.Lock()
+@pytest.mark.parametrize("threads", [1, 4])
+def test_items_are_asked_for_by_so_many_threads(made, threads):
+    """With one thread no two items are asked for at a time."""
+    running, most, lock = 0, 0, threading.Lock()
 
     class Counting(Own):
         def __getitem__(self, index: int) -> tuple[Any, Any]:
-            nonlocal run_collectively, most
+            nonlocal running, most
             with lock:
-                run_collectively += 1
-                most = max(most, run_collectively)
+                running += 1
+                most = max(most, running)
             pause.wait(0.002)
             with lock:
-                run_collectively -= 1
+                running -= 1
             return super().__getitem__(index)
 
     pause = threading.Event()
     few = items(60)
-    made(Counting(few.images, few.own, targets=few.own), workers=workers)
-    assert most == 1 if workers == 1 else most > 1
+    made(Counting(few.images, few.own, targets=few.own), part=Part(0, 1, threads=threads))
+    assert most == 1 if threads == 1 else most > 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,7 +268,7 @@ BAD = [
 @pytest.mark.parametrize(("name", "code", "words"), BAD)
 def test_what_is_wrong_is_said_in_a_line(name, code, words, mode):
     with pytest.raises(UserError) as caught:
-        loaded = load(name, mode=mode)
+        loaded = load(name, data_mode=mode)
         assert mode == "stream"
         loaded.train.images[:]
         loaded.reader.raise_error()
@@ -284,25 +277,5 @@ def test_what_is_wrong_is_said_in_a_line(name, code, words, mode):
     assert caught.value.exit_code == code
 
 
-@pytest.mark.parametrize("mode", ["memory", "stream"])
-def test_a_damaged_item_is_replaced_on_request(mode):
-    loaded = load("damaged", mode=mode, skip_corrupt=True)
-    images = loaded.train.images[:]
-    # That of item 1, the other one of its class, stands for it.
-    of_class_1 = images[loaded.train.labels == 1][:, 0, 0, 0]
-    assert of_class_1.tolist() == [20, 20]
-
-
-def test_files_that_are_gone_are_not_replaced(tmp_path):
-    folder = write_folder(tmp_path, train=3, test=1)
-    gone, broken = (folder / f"train/bee/00{number}.png" for number in (0, 2))
-    damage(broken)
-    load("from_files", data_dir=str(folder), skip_corrupt=True)
-    gone.unlink()
-    gone.symlink_to("nowhere")
-    with pytest.raises(UserError, match=r"train\[3\] \(FileNotFoundError"):
-        load("from_files", data_dir=str(folder), skip_corrupt=True)
-
-
 def test_other_sizes_are_cropped_on_request():
-    assert load("sizes", size=4).train.images.shape == (6, 3, 4, 4)
+    assert load("sizes", image_size=4).train.images.shape == (6, 3, 4, 4)

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from prunex_mpi.data.datasets import Part, load
-from prunex_mpi.data.decoding import Access
+from prunex_mpi.data.datasets import load
+from prunex_mpi.data.request import Part, Request
 from prunex_mpi.data.sources import FIXED_SEED
 
 
@@ -31,8 +31,7 @@ class Own(Dataset):
 
 def digits_again(data_dir: str, train: bool) -> Own:
     """The images of `--dataset digits`, as grey pictures in its order."""
-    ways = {"train_samples": 0, "test_samples": 0, "image_size": 0, "seed": 0}
-    whole = load("digits", data_dir="", access=Access(), part=Part(0, 1), **ways)
+    whole = load(Request(dataset="digits"), Part(0, 1))
     # The permutation by the seed, undone.
     half = whole.train if train else whole.test
     seed = 0 if train else FIXED_SEED

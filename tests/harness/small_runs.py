@@ -16,6 +16,7 @@ from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import RunContext
+from prunex_mpi.data.request import Request
 from prunex_mpi.run.problem import load_dataset
 from prunex_mpi.run.start import assemble
 from prunex_mpi.run.supervision import goes_behind_steps
@@ -60,7 +61,7 @@ def small_run(
 ) -> Iterator[RunContext]:
     """Have what a rank works on in a run of `scenario`; `place` is its device, and how it sends."""
     settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
-    dataset = load_dataset(topology, settings, device=place[0])
+    dataset = load_dataset(topology, Request.of(settings), device=place[0])
     context = assemble(topology, settings, dataset, *place, heartbeat or Heartbeat())
     with (
         stop_agreement(WORLD, ReceivedSignal(), None) as stop,

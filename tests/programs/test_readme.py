@@ -51,7 +51,7 @@ SCRIPTS = {
 # Flags of Slurm and pytest, and what a run or an installation makes.
 FOREIGN = {"--mpi", "--gpu-bind", "--signal", "--nodes", "--ntasks-per-node", "--gpus-per-node"}
 FOREIGN |= {"--with-mpi", "--with-ft", "--oversubscribe", "--mca", "--host", "--no-kill"}
-MADE = {".venv", "runs", "checkpoints", "heartbeats", "tensorboard"}
+MADE = {".venv", "runs", "checkpoints", "heartbeats"}
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`]+)`")

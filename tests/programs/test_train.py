@@ -1,7 +1,6 @@
 """The training program as its users start it: files, table, exit codes, errors on any rank."""
 
 import json
-import math
 import shlex
 import signal
 import subprocess
@@ -10,10 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from counts import BY_HAND
 from launch import environment, launcher, repeatable_metrics, train
-from safetensors.torch import load_file
 
 from mpi4py import MPI
 
@@ -68,27 +64,6 @@ def test_run_directory_is_complete(finished):
     assert summary["nodes"] == [2, 2]
 
 
-def test_ranks_are_told_apart(finished):
-    folder, _ = finished
-    records, rows = (read_lines(folder / f"run/{name}.jsonl") for name in ("metrics", "ranks"))
-    assert [row["iteration"] for row in rows] == list(range(1, 9))
-    assert len(rows[0].pop("hosts")) == 2
-    for record, row in zip(records, rows, strict=True):
-        assert set(row) == {"iteration", "node", "work", "exchange", "broadcast", "residuals"}
-        assert row["node"] == [0, 0, 1, 1]
-        assert set(row["work"]) == set(row["exchange"]) == PHASES - {"setup", "total"}
-        for phase, context in row["work"].items():
-            exchange = row["exchange"][phase]
-            assert len(context) == len(exchange) == 4
-            assert context[0] + exchange[0] == pytest.approx(record["seconds"][phase], abs=2e-6)
-            assert min(*context, *exchange) >= 0
-        if record["residuals"]["intra_primal"] is None:
-            assert row["residuals"] is None
-        for name, norms in (row["residuals"] or {}).items():
-            assert math.hypot(*norms) == pytest.approx(record["residuals"][name], rel=1e-5)
-    assert rows[0]["residuals"] is not None
-
-
 def test_bytes_are_those_of_the_tensors(finished):
     """Payload, dense and intra from the model's shapes, not from the program's own counters."""
     folder, _ = finished
@@ -131,26 +106,6 @@ def test_saved_config_repeats_the_run_exactly(finished):
     result = train(4, ["--config", "run/config.toml", "--run-dir", "again"], folder)
     assert result.returncode == 0, result.stderr
     assert repeatable_metrics(folder / "run") == repeatable_metrics(folder / "again")
-
-
-@pytest.mark.any_mpi
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--ranks-per-node 3 --amp bf16 --channels-last --penalty balance --groups filter shape",
-        "--amp fp16 --node-sync outer --mask-agreement or --bn average",
-    ],
-    ids=["bf16-3+1", "fp16-nodes-as-found"],
-)
-def test_options_run(tmp_path, flags):
-    few = ["--model", "resnet8", "--train-samples", "256", "--test-samples", "64"]
-    few += ["--outer-iterations", "4", "--run-dir", "run"]
-    result = train(4, [*few, *flags.split()], tmp_path)
-    assert result.returncode == 0, result.stderr
-    records = read_lines(tmp_path / "run/metrics.jsonl")
-    assert records[-1]["density"] <= 0.51
-    assert all(math.isfinite(r["train_loss"]) for r in records)
 
 
 def assert_refused(result, code: int, words: str) -> None:
@@ -234,27 +189,6 @@ def test_launcher_mismatch_is_refused(tmp_path):
         text=True,
     )
     assert_refused(result, 2, "Slurm started 2 tasks")
-
-
-@pytest.mark.any_mpi
-@pytest.mark.long
-def test_dry_run_counts_without_training(tmp_path):
-    dense, half, statistics = BY_HAND["resnet18"]
-    arguments = ["--dry-run", "--model", "resnet18", "--dataset", "cifar10", "--stem", "cifar"]
-    result = train(1, arguments, tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert f"{dense:,} parameters" in result.stdout
-    for count in (dense, half):
-        assert f"{4 * (count + statistics):,} B" in result.stdout
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.any_mpi
-def test_float64_models_train(tmp_path):
-    arguments = [*SMALL, "--model", "odd_models:small_double"]
-    result = train(1, [*arguments, "--run-dir", "run"], tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert load_file(tmp_path / "run/state.safetensors")["0.weight"].dtype == torch.float64
 
 
 @pytest.mark.any_mpi

@@ -19,6 +19,7 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import RunContext
+from prunex_mpi.data.request import Request
 from prunex_mpi.replica.replicate import Replica
 from prunex_mpi.run.problem import load_dataset
 from prunex_mpi.run.start import assemble
@@ -80,7 +81,7 @@ def program(method: str, settings: dict[str, Any], ranks_per_node: int = 1) -> I
     """Have the program's nodes and what a rank works on."""
     with nodes_of(ranks_per_node) as topology:
         around = topology, program_settings(method, settings), CPU, TRANSPORT, Heartbeat()
-        dataset = load_dataset(topology, around[1], around[-1], CPU)
+        dataset = load_dataset(topology, Request.of(around[1]), around[-1], CPU)
         yield topology, assemble(topology, around[1], dataset, *around[2:])
 
 

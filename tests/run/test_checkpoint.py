@@ -47,6 +47,7 @@ from prunex_mpi.core.state import (
     State,
     build_state,
 )
+from prunex_mpi.data.request import Request
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import z_arrives
@@ -219,18 +220,24 @@ STREAMED = {
 }
 SCENARIOS |= {**FEWER_BITS, **OVERLAPPED, **STREAMED}
 SCENARIOS["qsr int4 behind"] = {**OVERLAPPED["diloco int4 behind"], **SCENARIOS["qsr"]}
+UNDER_WAY_OFTEN = (
+    *(("int4 behind", 3, 1), ("int4 behind", 4, 2), ("int4 behind", 14, 1)),
+    *(("paper int8 behind", 3, 2), ("paper int8 behind", 14, 2)),
+)
+# One local step into the fourth outer iteration.
+IN_THE_FOURTH = 10
 RARELY = ("int8sum", "racks", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
 
 
 def seldom(cases: Iterable[tuple], often: Iterable[tuple]) -> list:
     """Return cases to test, of which all but `often` take long and are of kinds that these have."""
-    found = set(often)
+    cases, found = list(cases), set(often)
     assert found <= set(cases)
     return [pytest.param(*c, marks=[] if c in found else [pytest.mark.long]) for c in cases]
 
 
 def left_cases() -> list:
-    """Return scenario and ranks per node of what is left between two local steps.
+    """Return scenario, place and ranks per node of what is left between two local steps.
 
     What does nothing of its own within a node is seen on nodes of one rank, of which two do.
     """
@@ -241,8 +248,11 @@ def left_cases() -> list:
         alone |= name in ("flat", "qsr int4 behind", *STREAMED) or name.startswith("diloco ")
         marks = [pytest.mark.two_ranks] if alone else []
         marks += [pytest.mark.long] if name in RARELY else []
-        found.append(pytest.param(name, 1 if alone else 2, marks=marks))
-    return found
+        found.append(pytest.param(name, IN_THE_FOURTH, 1 if alone else 2, marks=marks))
+    # Before the first step, before the step at which z arrives, and after it.
+    found += seldom(product(OVERLAPPED, (3, 4, 14), (1, 2)), UNDER_WAY_OFTEN)
+    between_parts = product(STREAMED, (2, 14), (1,))
+    return found + [pytest.param(*case, marks=pytest.mark.two_ranks) for case in between_parts]
 
 
 @dataclass
@@ -304,7 +314,7 @@ def new_run(
         model.get_parameter(name).requires_grad_(False)
     layout = build_layout(model)
     transport = build_transport(torch.device("cpu"), 2**-10, "host")
-    dataset = load_dataset(topology, settings)
+    dataset = load_dataset(topology, Request.of(settings))
     heartbeat, device = Heartbeat(), torch.device("cpu")
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     groups = make_groups(settings, model, layout, Images(dataset.image_size))
@@ -418,32 +428,9 @@ class StopsAt:
         return self.left < 0
 
 
-@pytest.mark.parametrize(("scenario", "ranks_per_node"), left_cases())
-def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario, ranks_per_node):
-    expected, end = whole_run(scenario, ranks_per_node)
-    with nodes_of(ranks_per_node) as topology, run_directory() as files:
-        first = new_run(topology, scenario)
-        records = list(first.iterate(StopsAt(10)))
-        assert (first.state.position.iteration, first.state.position.step) == (4, 1)
-        first.save(files)
-        second = new_run(topology, scenario)
-        assert second.restore(files).name == "000001-iteration-4-step-1"
-        assert records + list(second.iterate()) == expected
-        assert_same(end, second)
-        assert len(expected) == (5 if scenario.startswith("qsr") else 6)
-
-
-UNDER_WAY = list(product(OVERLAPPED, (3, 4, 14), (1, 2)))
-UNDER_WAY_OFTEN = (
-    *(("int4 behind", 3, 1), ("int4 behind", 4, 2), ("int4 behind", 14, 1)),
-    *(("paper int8 behind", 3, 2), ("paper int8 behind", 14, 2)),
-)
-
-
-@pytest.mark.parametrize(("scenario", "call", "ranks_per_node"), seldom(UNDER_WAY, UNDER_WAY_OFTEN))
-def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(scenario, call, ranks_per_node):
-    """Before the first step, before the step at which z arrives, and after it."""
-    if ranks_per_node > WORLD.size:
+@pytest.mark.parametrize(("scenario", "call", "ranks_per_node"), left_cases())
+def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario, call, ranks_per_node):
+    if ranks_per_node > WORLD.size and call != IN_THE_FOURTH:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")
     expected, end = whole_run(scenario, ranks_per_node)
     with nodes_of(ranks_per_node) as topology, run_directory() as files:
@@ -451,35 +438,21 @@ def test_a_run_left_while_z_is_under_way_goes_on_bit_for_bit(scenario, call, ran
         records = list(first.iterate(StopsAt(call)))
         position, overlap = first.state.position, first.settings.overlap_steps
         assert (position.iteration, position.step) == (call // 3 + 1, call % 3)
-        coded = topology.num_nodes > 1 and first.settings.payload != "fp32"
-        # Stopping comes first where z would arrive.
-        waits = position.step <= overlap
-        assert position.under_way == ((CODED if coded else PLAIN) if waits else "")
+        if call != IN_THE_FOURTH and scenario in STREAMED:
+            streams = first.state.consensus_sgd
+            assert bool(position.part) == streams
+            assert bool(position.under_way) == (streams and overlap > 0)
+        elif call != IN_THE_FOURTH:
+            coded = topology.num_nodes > 1 and first.settings.payload != "fp32"
+            # Stopping comes first where z would arrive.
+            waits = position.step <= overlap
+            assert position.under_way == ((CODED if coded else PLAIN) if waits else "")
         first.save(files)
         second = new_run(topology, scenario)
-        second.restore(files)
+        assert second.restore(files).name == f"000001-iteration-{call // 3 + 1}-step-{call % 3}"
         assert records + list(second.iterate()) == expected
         assert_same(end, second)
-
-
-@pytest.mark.two_ranks
-@pytest.mark.parametrize("call", [2, 14])
-@pytest.mark.parametrize("scenario", STREAMED)
-def test_a_run_left_between_parts_goes_on_bit_for_bit(scenario, call):
-    expected, end = whole_run(scenario, 1)
-    with nodes_of(1) as topology, run_directory() as files:
-        first = new_run(topology, scenario)
-        records = list(first.iterate(StopsAt(call)))
-        position = first.state.position
-        streams = first.state.consensus_sgd
-        assert (position.iteration, position.step) == (call // 3 + 1, call % 3)
-        assert bool(position.part) == streams
-        assert bool(position.under_way) == (streams and first.settings.overlap_steps > 0)
-        first.save(files)
-        second = new_run(topology, scenario)
-        second.restore(files)
-        assert records + list(second.iterate()) == expected
-        assert_same(end, second)
+        assert len(expected) == (5 if scenario.startswith("qsr") else 6)
 
 
 @pytest.mark.two_ranks
@@ -524,21 +497,6 @@ def test_a_checkpoint_without_what_is_under_way_is_refused():
             less = {name: tensor for name, tensor in tensors.items() if name != key}
             found = misfit(less, numbers, run.state, run.problem, **whose)
             assert reason in found if first or key == "stats" else found == ""
-
-
-@pytest.mark.two_ranks
-@pytest.mark.parametrize("place", [[-1, 0], [0, -1], [0, 10**6]])
-def test_a_place_that_no_data_have_is_refused(place):
-    with nodes_of(1) as topology:
-        run = new_run(topology, "recipe")
-        tensors, numbers = contents(topology, run.state, run.problem)
-        whose = {"leader": True, "first": WORLD.rank == 0, "same_nodes": True}
-        found = misfit(tensors, {**numbers, "data": place}, run.state, run.problem, **whose)
-        assert found == f"epoch {place[0]}, step {place[1]} is no place in this rank's data"
-        # Ranks of fewer nodes had more images, and more steps in an epoch.
-        whose["same_nodes"] = False
-        found = misfit(tensors, {**numbers, "data": place}, run.state, run.problem, **whose)
-        assert ("is no place" in found) == (min(place) < 0)
 
 
 @pytest.mark.two_ranks

@@ -16,7 +16,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm import topology as comm
 from prunex_mpi.config.resolve import make, with_overrides
-from prunex_mpi.data.datasets import NOTHING_KNOWN
+from prunex_mpi.data.request import NOTHING_KNOWN
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.run.dry_run import differing_settings, dry_run, forecast

@@ -25,6 +25,7 @@ from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.config.resolve import make
 from prunex_mpi.data import image_files, sources
 from prunex_mpi.data.decoding import Streamed
+from prunex_mpi.data.request import Request
 from prunex_mpi.run import problem
 from prunex_mpi.run.problem import CPU, build_problem, free_room, load_dataset, share_contents
 
@@ -37,6 +38,10 @@ def places(tmp_path: Path) -> dict[str, Path]:
         write_tars(root / "tars", write_folder(root / "pictures", train=6, test=2))
     WORLD.Barrier()
     return {"imagefolder": root / "pictures", "webdataset": root / "tars"}
+
+
+def request(name: str, places: dict[str, Path]) -> Request:
+    return Request(dataset=name, data_dir=str(places[name]))
 
 
 def told_by_all(mine: list[str]) -> list[str]:
@@ -57,11 +62,11 @@ def test_each_folder_and_each_tar_file_is_read_by_one_rank(name, places, monkeyp
         return real(path)
 
     monkeypatch.setitem(image_files.CONTENTS, name, (find, noted))
-    found = share_contents(WORLD, name, str(places[name]), Heartbeat())
+    found = share_contents(WORLD, request(name, places), Heartbeat())
     paths = sorted(map(str, places[name].glob("*/*")))
     assert found == {path: real(path) for path in paths}
     assert told_by_all(mine) == paths
-    assert share_contents(WORLD, "digits", str(places[name]), Heartbeat()) == {}
+    assert share_contents(WORLD, Request(dataset="digits"), Heartbeat()) == {}
 
 
 @pytest.mark.mpi
@@ -72,7 +77,7 @@ def test_items_in_another_order_on_each_rank_are_refused(monkeypatch):
     settings = make(model="resnet8", dataset="own_data:made")
     refused = pytest.raises(UserError, match="order, names, labels")
     with nodes_of(1) as topology, refused as caught:
-        load_dataset(topology, settings)
+        load_dataset(topology, Request.of(settings))
     assert "\n" not in str(caught.value)
 
 
@@ -95,7 +100,7 @@ def test_no_class_folder_is_read_twice_by_the_ranks_of_a_job_or_of_a_dry_run(pla
                 run_job_here(settings)
             else:
                 with nodes_of(1) as topology:
-                    load_dataset(topology, settings).close()
+                    load_dataset(topology, Request.of(settings)).close()
         every = told_by_all(mine)
         assert [path for path in every if path in expected] == expected, dry
 
@@ -108,7 +113,7 @@ def test_what_one_rank_cannot_read_ends_all(places):
         damage(path)
     WORLD.Barrier()
     with pytest.raises(UserError, match=f"cannot read tar file {path}") as caught:
-        share_contents(WORLD, "webdataset", str(places["webdataset"]), Heartbeat())
+        share_contents(WORLD, request("webdataset", places), Heartbeat())
     assert caught.value.exit_code == UNREADABLE
 
 
@@ -124,7 +129,7 @@ def test_a_class_folder_that_one_rank_cannot_read_ends_all(places, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(UserError, match=f"cannot read folder {refused}: Permission") as caught:
-        share_contents(WORLD, "imagefolder", str(places["imagefolder"]), Heartbeat())
+        share_contents(WORLD, request("imagefolder", places), Heartbeat())
     assert caught.value.exit_code == UNREADABLE
 
 
@@ -143,7 +148,7 @@ def test_ranks_share_what_is_free_on_their_gpus(monkeypatch):
         assert free_room(topology, torch.device("cuda:0")) == 1030
         monkeypatch.setattr(problem, "free_room", lambda *_: 100)
         settings = make("recipe", dataset="synthetic", train_samples=64, image_size=8)
-        with closing(load_dataset(topology, settings)) as dataset:
+        with closing(load_dataset(topology, Request.of(settings))) as dataset:
             assert isinstance(dataset.train.images, Streamed)
 
 
@@ -153,7 +158,7 @@ def test_images_of_one_class_are_refused(monkeypatch):
     monkeypatch.setattr(sources, "SYNTHETIC_CLASSES", 1)
     settings = make("recipe", dataset="synthetic", train_samples=16, test_samples=8, image_size=8)
     with nodes_of(2) as topology, pytest.raises(UserError, match="of one class") as caught:
-        load_dataset(topology, settings)
+        load_dataset(topology, Request.of(settings))
     assert caught.value.exit_code == UNREADABLE
 
 
@@ -168,8 +173,8 @@ def test_no_exchange_runs_behind_more_steps_than_there_are(overlap, fits):
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
     transport = build_transport(CPU, 1.0, "host")
     with nodes_of(1) as topology:
-        given = topology, settings, load_dataset(topology, settings), model, CPU, transport
-        given = *given, Heartbeat()
+        dataset = load_dataset(topology, Request.of(settings))
+        given = topology, settings, dataset, model, CPU, transport, Heartbeat()
         if fits:
             assert build_problem(*given).steps == 2
         else:
@@ -199,7 +204,7 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(alike, monkeypatch):
     monkeypatch.setattr(collectives, "bcast_", bcast)
     transport = build_transport(CPU, 1.0, "host")
     with nodes_of(2) as topology:
-        dataset = load_dataset(topology, settings)
+        dataset = load_dataset(topology, Request.of(settings))
         built = build_problem(topology, settings, dataset, model, CPU, transport, Heartbeat())
     assert built.lr_scale == WORLD.size
     assert bool(sent) == (not alike and WORLD.size > 1)

@@ -110,18 +110,6 @@ def test_the_others_go_on_without_a_node_and_rank_0(tmp_path):
 
 @pytest.mark.jobs
 @pytest.mark.long
-def test_what_nodes_had_not_exchanged_is_not_lost(tmp_path):
-    """Their outer iterations 1 and 2 were each node's own; the third is under way."""
-    fault = {"rank": 1, "at": PLACES["step"][0], "call": 8}
-    apart = ["--prunex-t-sync", "4", "--evaluate-every", "4", "--residuals", "off"]
-    code, text = run_with_fault(3, fault, ["--ranks-per-node", "1", *apart], tmp_path)
-    assert code == 0, text
-    assert_whole(tmp_path / "run")
-    assert "node 1 lost: 2 nodes with 2 ranks go on from outer iteration 3, step 3, after" in text
-
-
-@pytest.mark.jobs
-@pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
     [

@@ -117,7 +117,7 @@ def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes():
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
-def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(monkeypatch):
+def test_none_of_the_images_to_train_on_is_decoded(monkeypatch):
     spy = Mock(side_effect=image_files.as_uint8)
 
     def decoded() -> set[str]:
@@ -129,7 +129,6 @@ def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(m
     with run_folder() as folder:
         if WORLD.rank == 0:
             make_images(folder / "data")
-            damage(folder / "data/test/bee/0.png")
         WORLD.Barrier()
         run, where = folder / "run", str(folder / "data")
         whole = {"dataset": "imagefolder", "test_samples": 0, "train_samples": 0, "image_size": 0}
@@ -137,7 +136,6 @@ def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(m
             **{**COMMON, **PRUNING, **whole},
             run_dir=str(run),
             data_dir=where,
-            skip_corrupt=True,
             workers=1,
             groups=("coupled",),
             progress="off",
@@ -160,12 +158,8 @@ def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(m
             export.export(options.parse([str(run), "--repeat", "0", "--images", "4", *MODEL]))
             assert [call.args[1] for call in threads.call_args_list] == [1, 1]
             seen = decoded()
-            # Of four images at most one is another's substitute.
-            assert 4 <= len(seen) <= 5 and {name.partition("/")[0] for name in seen} == {"test"}
-            config = (run / "config.toml").read_text()
-            skipping = "skip-corrupt = true"
-            assert skipping in config
-            (run / "config.toml").write_text(config.replace(skipping, "skip-corrupt = false"))
+            assert len(seen) == 4 and {name.partition("/")[0] for name in seen} == {"test"}
+            damage(folder / "data/test/bee/0.png")
             (run / "model/old").write_text("old")
             with pytest.raises(UserError, match="cannot read image"):
                 export.export(options.parse([str(run), "--repeat", "0", *MODEL]))
@@ -176,10 +170,6 @@ def test_images_that_a_run_skipped_are_skipped_and_none_to_train_on_is_decoded(m
             with pytest.raises(UserError, match=r"cannot read image .*bee/0\.png") as caught:
                 found_by(network, folder, *flags)
             assert caught.value.exit_code == UNREADABLE
-            assert found_by(network, folder, *flags, "--skip-corrupt")["images"] == 10
-        monkeypatch.undo()
-        with pytest.raises(UserError, match="skip-corrupt is for images in files"):
-            found_by(run, folder, "--dataset", "digits", "--skip-corrupt")
         WORLD.Barrier()
 
 
