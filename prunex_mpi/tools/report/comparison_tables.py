@@ -273,8 +273,8 @@ def quality_by(measured: Measured | None, cost: Cost, budget: float) -> float | 
 
 
 def _speedup(done: Sequence[Measured]) -> float | None:
-    """Return how many times as fast the smaller networks are, None where that is not measured."""
-    known = [m.speedup for m in done if m.speedup is not None]
+    """Return how many times as fast pruned networks are as in full size, None if not measured."""
+    known = [m.speedup for m in done if m.speedup and m.parameters_left < m.parameters]
     return mean(known) if known else None
 
 
