@@ -22,19 +22,10 @@ def build_parser() -> Parser:
         "Of several runs the curves are drawn together.",
     )
     add = parser.add_argument
-    add(
-        "sources",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="folder of a run, or a file that bench compare --json has written",
-    )
-    add(
-        "--output",
-        default="",
-        metavar="FILE",
-        help="where the page goes [report.html in the folder of the one run, else in this folder]",
-    )
+    what = "folder of a run, or a file that bench compare --json has written"
+    add("sources", nargs="+", type=Path, metavar="RUN", help=what)
+    what = "where the page goes [report.html in the folder of the one run, else in this folder]"
+    add("--output", default="", metavar="FILE", help=what)
     add("--png", default="", metavar="DIR", help="write the pictures into this folder as well")
     return parser
 

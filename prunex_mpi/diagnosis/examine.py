@@ -55,10 +55,9 @@ PAUSE_S = 0.1
 WIDTH = 100
 LATENCY_BYTES = 8
 BANDWIDTH_BYTES = 4 * MIB
-ALLREDUCE_BYTES = 16 * MIB
 WARM_UP_TURNS = 3
 MAX_TURNS = 1000
-# For each of the at most five measurements.
+# For each of the at most four measurements.
 LIMIT_S = 1.0
 NAP_S = 0.01
 
@@ -232,10 +231,11 @@ def measure_links(
 ) -> list[Link]:
     """Return what the links are worth on world rank 0, an empty list elsewhere.
 
-    Collective on `world`, `node` and `leader`. Which measurements there are depends only on the
-    sizes of the nodes, which all ranks know.
+    Of the largest node, and between the first and the last. Which measurements there are depends
+    only on the sizes of the nodes, which all ranks know. Collective on `world`; pairs of ranks of
+    `node` and `leader` send to each other.
     """
-    sizes, leader = topology.node_sizes, topology.leader
+    sizes, leader, world = topology.node_sizes, topology.leader, topology.world
     largest = sizes.index(max(sizes))
     last = len(sizes) - 1
     in_largest = topology.node if topology.node_index == largest else MPI.COMM_NULL
@@ -245,18 +245,17 @@ def measure_links(
         for what, size in (("latency", LATENCY_BYTES), ("bandwidth", BANDWIDTH_BYTES)):
             member = comm != MPI.COMM_NULL and comm.rank in (0, other)
             times = ping_pong(comm, other, size, limit_s) if member else []
-            links.append(_link(topology.world, what, where, size, times))
+            wait_asleep(world)
+            found = np.array([np.median(times) if times else 0.0, len(times)])
+            world.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
+            links.append(Link(what, where, size, float(found[0]), int(found[1])))
             beat()
 
     if sizes[largest] > 1:
         pairs(in_largest, 1, f"inside node {largest}")
     if last > 0:
         pairs(leader, last, f"nodes 0 and {last}")
-        times = time_allreduce(leader, ALLREDUCE_BYTES, limit_s) if topology.is_leader else []
-        where = f"{len(sizes)} leaders"
-        links.append(_link(topology.world, "Allreduce", where, ALLREDUCE_BYTES, times))
-        beat()
-    return [] if topology.world.rank else links
+    return [] if world.rank else links
 
 
 def ping_pong(comm: MPI.Comm, other: int, size_bytes: int, limit_s: float) -> list[float]:
@@ -285,37 +284,11 @@ def ping_pong(comm: MPI.Comm, other: int, size_bytes: int, limit_s: float) -> li
     return times[WARM_UP_TURNS:]
 
 
-def time_allreduce(comm: MPI.Comm, size_bytes: int, limit_s: float) -> list[float]:
-    """Return the times of a float32 Allreduce SUM, in seconds. Collective on `comm`."""
-    data = np.zeros(size_bytes // 4, dtype=np.float32)
-    total = np.empty_like(data)
-    times = []
-    more = np.ones(1, dtype=np.uint8)
-    limit = time.perf_counter() + limit_s
-    while more[0]:
-        comm.Barrier()
-        start = time.perf_counter()
-        comm.Allreduce(data, total, op=MPI.SUM)
-        end = time.perf_counter()
-        times.append(end - start)
-        more[0] = len(times) <= WARM_UP_TURNS or (end < limit and len(times) < MAX_TURNS)
-        comm.Bcast(more, root=0)
-    return times[WARM_UP_TURNS:]
-
-
 def wait_asleep(world: MPI.Comm) -> None:
     """Wait for all ranks without keeping a core busy. Collective on `world`."""
     request = world.Ibarrier()
     while not request.Test():
         time.sleep(NAP_S)
-
-
-def _link(world: MPI.Comm, what: str, where: str, size_bytes: int, times: list[float]) -> Link:
-    """Return the slowest rank's median once all ranks are here. Collective on `world`."""
-    wait_asleep(world)
-    found = np.array([np.median(times) if times else 0.0, len(times)])
-    world.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
-    return Link(what, where, size_bytes, float(found[0]), int(found[1]))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -68,7 +68,6 @@ from prunex_mpi.tools.report.comparison import (
     Comparison,
     Outcome,
     Tuning,
-    at_chance,
     outcome_from,
     read_measured,
 )
@@ -85,7 +84,6 @@ class Data:
 
     train_total: int
     val_total: int
-    classes: int
     digest: str
 
 
@@ -135,7 +133,7 @@ def run_all(world: MPI.Comm, options: Options, received: ReceivedSignal) -> Comp
             data = look_at_data(place, options, watchdog.heartbeat)
         closed = options.reveal or bool(revealed)
         do = partial(do_run, place, options, data=data, received=received, revealed=closed)
-        tunings = [tune(options, do, row, data) for row in options.rows if options.protocol.tunes]
+        tunings = [tune(options, do, row) for row in options.rows if options.protocol.tunes]
         chosen = {tuning.row: tuning for tuning in tunings}
         pairs = [(row, seed) for seed in options.seeds for row in options.rows]
         outcomes = [confirm(options, do, row, seed, chosen.get(row.name)) for row, seed in pairs]
@@ -198,12 +196,9 @@ def notes_of(options: Options, place: Place) -> list[str]:
 Do = Callable[[Run], Outcome]
 
 
-def tune(options: Options, do: Do, row: Row, data: Data) -> Tuning:
+def tune(options: Options, do: Do, row: Row) -> Tuning:
     """Try every point of a row's grid. Collective on `world`."""
-    runs = tuple(map(do, options.trials_of(row)))
-    best = max(runs, key=lambda run: run.score).measured
-    chance = best is None or at_chance(best, data.classes, data.val_total)
-    return Tuning(row.name, runs, chance)
+    return Tuning(row.name, tuple(map(do, options.trials_of(row))))
 
 
 def confirm(options: Options, do: Do, row: Row, seed: int, tuning: Tuning | None) -> Outcome:
@@ -261,8 +256,7 @@ def look_at_data(place: Place, options: Options, heartbeat: Heartbeat) -> Data:
         size, inputs = len(dataset.train) if text else len(dataset.train.labels), dataset.sizes()
         check = partial(check_rows, options, size, inputs_from(inputs))
         run_collectively(place.topology.world, check)
-        digest = dataset.digest
-        return Data(dataset.train_total, dataset.val_total, dataset.num_classes, digest)
+        return Data(dataset.train_total, dataset.val_total, dataset.digest)
 
 
 def check_rows(options: Options, size: int, inputs: Any) -> None:

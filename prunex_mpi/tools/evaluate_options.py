@@ -31,45 +31,21 @@ def build_parser() -> Parser:
         "Under mpirun or srun the ranks share the data.",
     )
     add = parser.add_argument
-    datasets = choices_shown(SHARED["dataset"].metadata)
     where = "folder of a complete run, or of an exported network"
     add("network", type=Path, metavar="RUN|MODEL", help=where)
     add_own_model(parser)
-    add(
-        "--dataset",
-        default="",
-        metavar="{" + ",".join(datasets) + "}",
-        help="data to test on [those of the run]",
-    )
+    names = "{" + ",".join(choices_shown(SHARED["dataset"].metadata)) + "}"
+    add("--dataset", default="", metavar=names, help="data to test on [those of the run]")
     add("--data-dir", default="", metavar="DIR", help="folder of the data [that of the run]")
-    add(
-        "--test-samples",
-        metavar="N",
-        help="images, or windows of text, to use, 0 for all [of its own data as many as the run, "
-        "of others all]",
-    )
-    add(
-        "--batch-size",
-        type=int,
-        default=BATCH,
-        metavar="N",
-        help=f"at most so many images, or windows, at once [{BATCH}]",
-    )
+    which = "0 for all [of its own data as many as the run, of others all]"
+    add("--test-samples", metavar="N", help=f"images, or windows of text, to use, {which}")
+    what = f"at most so many images, or windows, at once [{BATCH}]"
+    add("--batch-size", type=int, default=BATCH, metavar="N", help=what)
     add("--device", default="auto", help="where to compute: auto, cpu or cuda [auto]")
-    add(
-        "--classes",
-        type=int,
-        default=CLASSES,
-        metavar="N",
-        help=f"so many classes are shown, those of lowest accuracy first [{CLASSES}]",
-    )
-    add(
-        "--json",
-        default="",
-        metavar="FILE",
-        dest="json_file",
-        help="write what was found there, all classes too",
-    )
+    what = f"so many classes are shown, those of lowest accuracy first [{CLASSES}]"
+    add("--classes", type=int, default=CLASSES, metavar="N", help=what)
+    what = "write what was found there, all classes too"
+    add("--json", default="", metavar="FILE", dest="json_file", help=what)
     add_timeout(parser, TIMEOUT_S)
     return parser
 

@@ -26,7 +26,7 @@ from prunex_mpi.diagnosis import examine
 from prunex_mpi.diagnosis import library as findings_library
 from prunex_mpi.diagnosis import probe as doctor_probe
 from prunex_mpi.diagnosis import ranks as findings_ranks
-from prunex_mpi.diagnosis.examine import ALLREDUCE_BYTES, BANDWIDTH_BYTES, Link, measure_links
+from prunex_mpi.diagnosis.examine import BANDWIDTH_BYTES, Link, measure_links
 from prunex_mpi.diagnosis.facts import (
     bytes_free,
     cores_of_the_job,
@@ -428,7 +428,7 @@ def test_tables_have_a_line_per_node_and_per_link():
     rows = examine.format_topology(with_gpus(JOB, ["a", "b", "c", "d"])).splitlines()
     assert len(rows) == 4
     assert rows[2].split() == ["0", "alpha", "2", "4", "of", "4", "2", "cuda:0", "H+cuda:1", "H"]
-    links = [Link("latency", "nodes 0 and 1", 8, 2e-6, 5), Link("Allreduce", "w", 10**6, 1e-3, 5)]
+    links = [Link("latency", "nodes 0 and 1", 8, 2e-6, 5), Link("bandwidth", "w", 10**6, 1e-3, 5)]
     text = examine.format_links(links, JOB)
     assert "2.00" in text
     assert "1000" in text
@@ -530,7 +530,6 @@ def test_links_are_measured_where_there_are_any(ranks_per_node):
         nodes, largest = topology.num_nodes, max(topology.node_sizes)
     assert bool(beats) == (WORLD.size > 1)
     expected = [("latency", 8), ("bandwidth", BANDWIDTH_BYTES)] * ((largest > 1) + (nodes > 1))
-    expected += [("Allreduce", ALLREDUCE_BYTES)] * (nodes > 1)
     if WORLD.rank:
         assert links == []
         return
@@ -538,7 +537,7 @@ def test_links_are_measured_where_there_are_any(ranks_per_node):
     for link in links:
         assert math.isfinite(link.seconds) and link.seconds > 0
         assert link.turns >= 1
-    assert {link.between for link in links if nodes > 1} >= {f"{nodes} leaders"} - {"1 leaders"}
+    assert (f"nodes 0 and {nodes - 1}" in {link.between for link in links}) == (nodes > 1)
 
 
 @pytest.mark.mpi
@@ -681,7 +680,7 @@ def test_program_under_the_launcher(tmp_path):
     lacking = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
     ended = run_job(2, [*arguments, "--device", "cpu"], tmp_path, **lacking)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for words in ("MPI library", "Topology: 2 ranks", "Findings", "Links", "2 leaders"):
+    for words in ("MPI library", "Topology: 2 ranks", "Findings", "Links"):
         assert ended.stdout.count(words) == 1, ended.stdout
     assert "ready to train" in ended.stdout.splitlines()[-1]
     for words in ("MPI_THREAD_SERIALIZED", "unset MPI4PY_RC_THREAD_LEVEL"):
@@ -689,7 +688,7 @@ def test_program_under_the_launcher(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ready"] is True
     assert len(found["ranks"]) == 2
-    assert {link["what"] for link in found["links"]} == {"latency", "bandwidth", "Allreduce"}
+    assert {link["what"] for link in found["links"]} == {"latency", "bandwidth"}
     assert not any(f["severity"] == "error" for f in found["findings"])
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 

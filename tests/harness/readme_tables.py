@@ -16,7 +16,8 @@ may be a figure of a table rounded as well. Other whole numbers (4 bits, T = 16)
 stand in backticks, need not be measured, and what is worked out from figures is written in words
 (half, a fifteenth) or outside of the block. `NAME_at_20_Mbit.json` has the same rows over a link of
 that rate: a column of the table `steps` of NAME. The table `links` has seconds of whole runs as
-`--target` tells them: computing as measured, and the bytes at the rate of a link.
+`--target` tells them: computing as measured, and the bytes at the rate of a link. The tables
+`equal-samples`, `equal-bytes` and `equal-seconds` are those of `report`.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from types import SimpleNamespace
 
 from mpi4py import MPI
 
+from prunex_mpi.base.tables import format_cell
 from prunex_mpi.base.units import MIB
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.settings.fields import Settings
@@ -42,6 +44,7 @@ from prunex_mpi.tools.report.comparison import (
 )
 from prunex_mpi.tools.report.comparison_tables import (
     LINKS,
+    equal_tables,
     places_of,
     quality_names,
     seconds_at,
@@ -147,6 +150,10 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
         for m in ended(runs)
     ):
         tables["links"] = links_table(found)
+    for what, table in zip(("samples", "bytes", "seconds"), equal_tables(found), strict=False):
+        tables[f"equal-{what}"] = markdown(
+            table.columns, [tuple(map(format_cell, row)) for row in table.rows]
+        )
     if times:
         tables["steps"] = steps_table(found, times)
     return tables

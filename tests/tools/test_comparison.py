@@ -18,7 +18,6 @@ from prunex_mpi.tools.report.comparison import (
     Point,
     Quality,
     Tuning,
-    at_chance,
     comparison_from,
     curves_of,
     read_comparison,
@@ -84,14 +83,6 @@ def test_a_run_that_holds_nothing_out_or_is_damaged_is_refused(tmp_path):
         read_measured(tmp_path / "run")
 
 
-def test_an_accuracy_is_at_chance_within_three_standard_errors_of_guessing():
-    # Of 900 images guessing gets 90 of 10 classes right, give or take 9.
-    assert at_chance(Quality(117 / 900, 1.0), 10, 900)
-    assert not at_chance(Quality(118 / 900, 1.0), 10, 900)
-    # Of a loss alone nothing is known.
-    assert not at_chance(Quality(None, 1.0), 10, 900)
-
-
 def test_the_best_trial_is_of_highest_accuracy_then_lowest_loss():
     runs = [
         *outcomes("a", accuracy=0.5, loss=0.1),
@@ -99,8 +90,8 @@ def test_the_best_trial_is_of_highest_accuracy_then_lowest_loss():
         *outcomes("a", accuracy=0.7, loss=0.8),
         Outcome("a", 0, 0.1, None, "diverged"),
     ]
-    assert Tuning("a", tuple(runs), chance=False).best == 2
-    assert Tuning("a", tuple(runs[3:]), chance=False).best is None
+    assert Tuning("a", tuple(runs)).best == 2
+    assert Tuning("a", tuple(runs[3:])).best is None
 
 
 def test_the_best_trial_is_at_the_edge_of_what_are_numbers():
@@ -110,7 +101,7 @@ def test_the_best_trial_is_at_the_edge_of_what_are_numbers():
             for n, point in enumerate(points)
             for run in outcomes("a", accuracy=0.5 + (n == best) / 4)
         ]
-        return Tuning("a", tuple(runs), chance=False).at_edge
+        return Tuning("a", tuple(runs)).at_edge
 
     lr = [{"lr": 0.1}, {"lr": 0.2}, {"lr": 0.4}]
     assert [edge(n, *lr) for n in range(3)] == [["lr"], [], ["lr"]]
@@ -120,13 +111,14 @@ def test_the_best_trial_is_at_the_edge_of_what_are_numbers():
 
 def test_a_comparison_is_the_same_when_it_is_read_back(tmp_path):
     runs = [*outcomes("dense", "topk"), Outcome("topk", 1, 0.1, None, "why")]
-    tunings = (Tuning("topk", tuple(runs[1:]), chance=True),)
+    tunings = (Tuning("topk", tuple(runs[1:])),)
     runs[0] = replace(runs[0], point={"lr": 0.1, "at": "1/4"}, test=Quality(0.4, 2.0))
     found = comparison(runs, tunings=tunings, plan="x", revealed="2026")
     written = json.loads(json.dumps(asdict(found)))
     assert comparison_from(written) == found
     # Files of before have more, which is left out.
     written |= {"data": "", "own_length": []}
+    written["tunings"][0]["chance"] = True
     written["outcomes"][0]["settings"] = "0123"
     written["outcomes"][0]["measured"] |= {"weights": 80, "forward_spread": 0.1}
     assert comparison_from(written) == found
@@ -141,22 +133,21 @@ def test_a_file_that_holds_no_comparison_is_refused(tmp_path, content):
 
 
 def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
-    def tuning(row: str, chance: bool, **accuracies: float | None) -> Tuning:
+    def tuning(row: str, **accuracies: float | None) -> Tuning:
         points = [{"lr": float(lr[1:]), "x": "a"} for lr in accuracies]
         ran = [a and replace(RAN, accuracy=a) for a in accuracies.values()]
         pairs = zip(ran, points, strict=True)
-        return Tuning(row, tuple(Outcome(row, 1, 0.1, r, point=p) for r, p in pairs), chance)
+        return Tuning(row, tuple(Outcome(row, 1, 0.1, r, point=p) for r, p in pairs))
 
     tunings = (
-        tuning("dense", False, _1=0.5, _2=0.75, _4=0.25),
-        tuning("topk", True, _2=None, _8=0.125),
-        tuning("dgc", True, _2=None),
+        tuning("dense", _1=0.5, _2=0.75, _4=0.25),
+        tuning("topk", _2=None, _8=0.125),
+        tuning("dgc", _2=None),
     )
     found = comparison(outcomes("dense", "topk", "dgc"), tunings=tunings)
     table = tuning_table(found)
     assert column(table, "chosen") == ["lr 2.0, x a", "lr 8.0, x a", "none"]
     assert column(table, "at the edge") == ["no", "lr", "no"]
-    assert column(table, "at chance") == ["no", "yes", "yes"]
     assert column(table, "trials")[1] == "lr 2.0, x a: diverged; lr 8.0, x a: 12.5"
     assert any(note.startswith("topk: its best trial") for note in results_table(found).notes)
 
@@ -167,7 +158,7 @@ def test_networks_with_a_loss_alone_are_compared_by_it():
     assert column(table, "validation loss") == [1.5, 1.25]
     assert column(table, "place") == [2, 1]
     assert "1.500" in format_table(table) and "100.00" in format_table(table)
-    trials = Tuning("a", tuple(runs), chance=False)
+    trials = Tuning("a", tuple(runs))
     assert trials.best == 1
     curve = tuple(
         replace(p, accuracy=None, loss=loss) for p, loss in zip(RAN.curve, (2.0, 1.5), strict=True)
@@ -236,13 +227,10 @@ def test_tables_hold_means_over_seeds_and_say_what_diverged():
     assert column(results_table(comparison(only_failures)), "test accuracy %") == [None]
 
 
-def test_rows_have_places_but_for_those_tuned_at_chance():
+def test_rows_have_places_by_their_means():
     given = zip("abcd", (0.5, 0.6, 0.5, 0.7), strict=True)
     runs = [run for row, accuracy in given for run in outcomes(row, accuracy=accuracy)]
-    tunings = (Tuning("d", (runs[-1],), chance=True), Tuning("a", (runs[0],), chance=False))
-    table = results_table(comparison(runs, tunings=tunings))
-    assert [cells(table, row)["place"] for row in "abcd"] == [2, 1, 2, None]
-    assert any(note.startswith("d: no better than guessing") for note in table.notes)
+    assert column(results_table(comparison(runs)), "place") == [3, 2, 3, 1]
 
 
 def test_a_curve_is_the_mean_over_seeds():

@@ -158,6 +158,7 @@ def test_a_run_becomes_smaller_and_says_so(own_run, tmp_path, capsys):
     assert plan["layers"]["7"] == {"in_features": 3, "out_features": 10}
     assert plan["test_accuracy"] == accuracy
     assert plan["stays"] == []
+    assert len(plan["forward_s"]) == 2 and min(plan["forward_s"]) > 0
     assert [entry["removed"] for entry in plan["removed"]] == [4, 3]
     names = {path.name for path in own_run.iterdir() if path.name.startswith("model")}
     assert names == {"model"}

@@ -21,8 +21,6 @@ from prunex_mpi.tools.report.read_runs import Run, read_ranks, read_run, shown
 # What a run reached, higher is better. A run that diverged reached nothing.
 Score = tuple[float, float]
 NOTHING: Score = (-math.inf, -math.inf)
-# How many standard errors above guessing an accuracy has to be to count.
-ERRORS = 3.0
 PHASES = ("local", *CONSENSUS_PHASES)
 # Of an exported network, as `models.standalone` names it, which needs torch.
 PLAN = "plan.json"
@@ -138,11 +136,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The trials of a row, in the order of its grid, and whether the best only guesses."""
+    """The trials of a row, in the order of its grid."""
 
     row: str
     runs: tuple[Outcome, ...]
-    chance: bool
 
     @property
     def best(self) -> int | None:
@@ -169,14 +166,6 @@ def number_of(value: float | str) -> float | None:
     with suppress(ValueError, ZeroDivisionError):
         return float(Fraction(value))
     return None
-
-
-def at_chance(quality: Quality, classes: int, images: int) -> bool:
-    """Return whether guessing among `classes` may reach that accuracy on so many images."""
-    if quality.accuracy is None:
-        return False
-    guess = 1 / classes
-    return quality.accuracy <= guess + ERRORS * math.sqrt(guess * (1 - guess) / images)
 
 
 @dataclass(frozen=True)
@@ -367,7 +356,7 @@ def read_comparison(path: Path) -> Comparison:
 def comparison_from(found: Mapping[str, Any]) -> Comparison:
     """Return the comparison of which `asdict` made this; raise KeyError or TypeError otherwise."""
     tunings = tuple(
-        Tuning(**{**tuning, "runs": tuple(map(outcome_from, tuning["runs"]))})
+        Tuning(tuning["row"], tuple(map(outcome_from, tuning["runs"])))
         for tuning in found["tunings"]
     )
     made = {key: tuple(found.get(key, ())) for key in ("rows", "seeds", "notes", "targets")}

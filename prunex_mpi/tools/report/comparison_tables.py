@@ -40,13 +40,12 @@ def shown(runs: Sequence[Outcome]) -> list[float]:
 def places_of(found: Comparison) -> dict[str, int]:
     """Return the places of the rows by mean accuracy, or by mean loss where there is none.
 
-    Left out are those of which a run diverged or whose trials ended at chance level.
+    Left out are those of which a run diverged.
     """
-    hopeless = {tuning.row for tuning in found.tunings if tuning.chance}
     means = {
         row: mean(shown(runs))
         for row, runs in found.by_row.items()
-        if row not in hopeless and len(ended(runs)) == len(runs)
+        if len(ended(runs)) == len(runs)
     }
     sign = 1 if found.measure.higher_is_better else -1
     return {
@@ -129,9 +128,6 @@ def _notes(found: Comparison) -> list[str]:
         if tuning.at_edge:
             edge = ", ".join(tuning.at_edge)
             notes.append(f"{tuning.row}: its best trial is at the edge of its grid ({edge})")
-        if tuning.chance:
-            text = "no better than guessing in any trial, so it has no place"
-            notes.append(f"{tuning.row}: {text}")
     for row, runs in found.by_row.items():
         if more := max((m.extra_samples for m in ended(runs)), default=0):
             text = f"{more:,} samples more, not trained on, to decide what to prune"
@@ -277,8 +273,8 @@ def quality_by(measured: Measured | None, cost: Cost, budget: float) -> float | 
 
 
 def _speedup(done: Sequence[Measured]) -> float | None:
-    """Return how many times as fast the smaller networks are, None where that is not measured."""
-    known = [m.speedup for m in done if m.speedup is not None]
+    """Return how many times as fast pruned networks are as in full size, None if not measured."""
+    known = [m.speedup for m in done if m.speedup and m.parameters_left < m.parameters]
     return mean(known) if known else None
 
 
@@ -337,7 +333,7 @@ def tuning_table(found: Comparison) -> Table:
         chosen = "none" if tuning.best is None else words(tuning.runs[tuning.best])
         edge = ", ".join(tuning.at_edge) or "no"
         tried = "; ".join(f"{words(run)}: {text(run)}" for run in tuning.runs)
-        rows.append((tuning.row, chosen, edge, "yes" if tuning.chance else "no", tried))
-    columns = ("row", "chosen", "at the edge", "at chance", "trials")
+        rows.append((tuning.row, chosen, edge, tried))
+    columns = ("row", "chosen", "at the edge", "trials")
     what, _ = quality_names(found)
     return Table("Trials", columns, tuple(rows), (f"{what} on data held out", *found.notes[:1]))
