@@ -113,8 +113,8 @@ def for_another_thread(transport: Transport) -> Transport:
     return replace(transport, staging=(first, second))
 
 
-def within_reach(transport: Transport, rows: Tensor) -> Transport:
-    """Return a transport that copies buckets of `rows` [ranks, n] whose last is too far for MPI."""
+def staged_if_far(transport: Transport, rows: Tensor) -> Transport:
+    """Return a transport that copies buckets of `rows` [ranks, n] where MPI can't count to them."""
     if transport.staging is not None or rows.numel() <= FARTHEST:
         return transport
     first = torch.empty(transport.bucket_bytes, dtype=torch.uint8, device=rows.device)
@@ -318,7 +318,7 @@ def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transp
     if comm.size == 1:
         everyone[0].copy_(mine)
         return
-    transport = within_reach(transport, everyone)
+    transport = staged_if_far(transport, everyone)
     for start, stop in _columns(everyone, _as_staged(transport, everyone)):
         piece, target = mine[start:stop], everyone[:, start:stop]
         sent, received = host_memory(transport, piece, target)
@@ -372,7 +372,7 @@ def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) 
     if comm.size == 1:
         received.copy_(mine)
         return
-    transport = within_reach(transport, mine)
+    transport = staged_if_far(transport, mine)
     for start, stop in _columns(mine, _as_staged(transport, mine)):
         part, target = mine[:, start:stop], received[:, start:stop]
         leaving, coming = host_memory(transport, part, target)

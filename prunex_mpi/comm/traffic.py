@@ -38,16 +38,20 @@ class Traffic:
 
 @dataclass
 class Clock:
-    """Seconds of one outer iteration that are told apart.
+    """Seconds of one outer iteration, by what they were spent on.
 
-    Of phase 1 `exchange` is waiting for messages, `method` what a method computes beside forward
-    and backward pass; `setup` is what it does once to begin, messages in it; `behind` is what an
-    exchange behind the local steps kept waiting, `late`, and its result took; `earlier` is what the
-    phase took before the run was interrupted in it. `agreed` is waiting for messages that belong to
-    the phase they are in, as those by which the ranks agree on going on. In the other phases all
-    messages do. `broadcast` is the part of them that handed to the ranks of a node what had come
-    from other nodes, as far as it was waited for. `data` is waiting for images of phase 1 to be
-    decoded, and a part of it. With a `profiler` each message is named in its trace.
+    Of the local steps (phase 1):
+
+    - `exchange`: waiting for messages.
+    - `method`: what a method computes beside the forward and backward pass.
+    - `setup`: what a method does once to begin, its messages included.
+    - `behind`: an exchange in the helper thread, waiting for it (`late`) and using its result.
+    - `data`: waiting for images to be decoded.
+    - `earlier`: the phase so far, where the run was interrupted in it.
+
+    Of any phase: `agreed` is waiting for messages that count to the phase itself, as those by which
+    ranks agree on going on; `broadcast` is the part of waiting for messages that hand results of
+    other nodes to the ranks of a node. With a `profiler` each message is named in its trace.
     """
 
     earlier: float = 0.0

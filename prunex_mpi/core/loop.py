@@ -66,7 +66,11 @@ def phase(context: RunContext, this: Round, name: str) -> Iterator[None]:
 
 
 def split_local(context: RunContext, this: Round, waiting: str) -> None:
-    """Take out of the phase `local` what was the method's own, and what was the phase `waiting`."""
+    """Move seconds of the phase `local` to the phases that they belong to.
+
+    Those of the method's computations go to `project`, of exchanges behind the steps to `inter`, of
+    messages of the steps to the phase `waiting`.
+    """
     clock, seconds = context.state.position.clock, this.seconds
     seconds["local"] += clock.earlier - clock.method - clock.exchange - clock.behind - clock.setup
     seconds["setup"] = clock.setup

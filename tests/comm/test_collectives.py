@@ -401,7 +401,7 @@ def test_rows_that_reach_too_far_go_through_buckets(far, monkeypatch):
     if far:
         monkeypatch.setattr(collectives, "FARTHEST", 22)
     test_rows_go_to_the_ranks_of_their_number(200, False)
-    reach = collectives.within_reach(transports()[0], torch.empty(1, 23))
+    reach = collectives.staged_if_far(transports()[0], torch.empty(1, 23))
     assert (reach.staging is not None) == far
 
 

@@ -1,7 +1,13 @@
 """Train a small network on digits in a loop of one's own, and make it smaller meanwhile.
 
-mpirun -n 2 python digits.py
+mpirun -n 2 python digits.py [FOLDER]
+
+In the folder, if one is given, it keeps what it goes on from when it is started again, and in the
+end the smaller network.
 """
+
+import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -30,20 +36,32 @@ replica = prunex_mpi.replicate(
     keep_ratio=0.5,
     local_steps=8,
     outer_iterations=32,
+    # On one machine, to try it; without, the ranks of a machine are one node.
     ranks_per_node=1,
     example=images[:2],
 )
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 256)
+folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+kept = folder and folder / f"rank{world.rank}.pt"
+if kept and kept.exists():
+    saved = torch.load(kept)
+    replica.load_state_dict(saved["replica"])
+    scheduler.load_state_dict(saved["scheduler"])
 while not replica.done:
     mine = torch.randint(1500 // world.size, (32,)) * world.size + world.rank
     loss = F.cross_entropy(model(images[mine]), labels[mine])
     loss.backward()
     replica.step(loss)
     scheduler.step()
+    if kept and replica.exchanged and len(replica.records) % 8 == 0:
+        torch.save({"replica": replica.state_dict(), "scheduler": scheduler.state_dict()}, kept)
 
 small = replica.smaller()
 right = (small(images[1500:]).argmax(1) == labels[1500:]).float().mean()
 if world.rank == 0:
+    if folder:
+        # `torch.load(file, weights_only=False)` returns the module.
+        torch.save(small, folder / "small.pt")
     count = sum(p.numel() for p in small.parameters())
     sent = sum(record["bytes"]["sent"] for record in replica.records)
     print(f"{count} of {sum(p.numel() for p in model.parameters())} parameters", end=", ")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launch import environment, launcher
 
 pytestmark = [pytest.mark.jobs]
@@ -17,9 +18,9 @@ LLAMA = r"(\d+) of 106816 parameters, loss \d\.\d\d -> (\d\.\d\d)"
 TRAINER = r"6 exchanges, loss (\d\.\d\d), \d\.\d\d MiB sent"
 
 
-def output_of(name: str) -> str:
+def output_of(name: str, *arguments: str) -> str:
     """Return what an example prints on two ranks."""
-    command = [*launcher(), "-n", "2", sys.executable, str(EXAMPLES / f"{name}.py")]
+    command = [*launcher(), "-n", "2", sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
     found = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=120, check=False
     )
@@ -27,9 +28,14 @@ def output_of(name: str) -> str:
     return found.stdout
 
 
-def test_digits_become_known_by_a_smaller_network() -> None:
-    found = re.search(DIGITS, output_of("digits"))
+def test_digits_become_known_by_a_smaller_network(tmp_path: Path) -> None:
+    text = output_of("digits", str(tmp_path))
+    found = re.search(DIGITS, text)
     assert found and float(found[1]) > 0.9
+    small = torch.load(tmp_path / "small.pt", weights_only=False)
+    assert sum(p.numel() for p in small.parameters()) == 5226
+    # Started again it goes on from where it was: the end.
+    assert output_of("digits", str(tmp_path)) == text
 
 
 @pytest.mark.any_mpi
