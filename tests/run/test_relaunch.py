@@ -168,6 +168,15 @@ def test_no_job_outlives_a_launcher_that_fails(monkeypatch):
     assert len(jobs) == 2 and all(job.process.returncode is not None for job in jobs)
 
 
+def test_the_number_of_a_job_that_has_ended_is_not_free_for_others():
+    """A signal that comes late must not hit a process of somebody else."""
+    job = subprocess.Popen(["true"])
+    while not relaunch.has_ended(job):
+        time.sleep(0.01)
+    os.kill(job.pid, 0)
+    assert job.wait() == 0 and relaunch.has_ended(job)
+
+
 def test_a_second_launcher_is_refused():
     """The first one's job would take the loss of its records for its own end."""
     Path("run/heartbeats").mkdir(parents=True)

@@ -1,0 +1,34 @@
+"""The way a program of several ranks ends."""
+
+import pytest
+from launch import run_job
+
+pytestmark = pytest.mark.jobs
+
+# The rank that the flag names raises, the others wait for it.
+PROGRAM = """
+import sys
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.run import program
+
+program.ALIKE_S = 1.0
+
+def run(world, rank):
+    if rank in ("all", str(world.rank)):
+        raise UserError("the disk is gone; take another", 3)
+    world.Barrier()
+
+sys.exit(program.run_program("program", lambda argv: argv[0], run, None))
+"""
+
+
+@pytest.mark.parametrize(("rank", "code"), [("all", 3), ("0", 1), ("1", 1)])
+def test_an_error_of_one_rank_alone_ends_all_with_its_line(tmp_path, rank, code):
+    """The others would wait for it until --timeout, and its line be lost."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = run_job(2, ["program.py", rank], tmp_path)
+    assert done.returncode == code, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("program: error: ")]
+    assert line.endswith("the disk is gone; take another")
+    assert ("rank 1 on " in line) == (rank == "1")
+    assert "Traceback" not in done.stderr
