@@ -3,31 +3,32 @@
 A group is removable if, whichever mask made its zeros,
 
 - no weight reads it: all columns of all weights with its id are zero, or
+- all that makes it is zero: the rows of its weights, biases, gamma and beta, or
 - it is constant zero: all rows of its weights are zero, so that it does not depend on the image,
-  and its values at its readers, measured on images, are zero.
+  and its values at the layers that read it, measured on images, are zero.
 
 BatchNorm turns a zero filter into a constant, beta - gamma mu / sigma, which an activation may
-pass. With coupled groups, gamma and beta are masked as well, so that the constant is zero; with
-other groups such a channel stays, and is reported.
+pass. With coupled groups, gamma and beta are masked as well; with other groups such a channel may
+have to stay, and is reported.
 
 Before training, copies without some channels are tried (`find_rules`).
 """
 
 import copy
 import math
-import sys
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from prunex_mpi.base.errors import UserError, enumerated, one_line
 from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.inputs import Inputs
-from prunex_mpi.models.slim import call_site, doubled, flatten
+from prunex_mpi.models.slim import CONVOLUTIONS, doubled
 from prunex_mpi.pruning.channel_trace import (
     NO_RULES,
     Call,
@@ -35,26 +36,17 @@ from prunex_mpi.pruning.channel_trace import (
     Places,
     Rules,
     following,
-    plain_norms,
 )
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling, find_coupling
-from prunex_mpi.pruning.labels import Mixed, Site, by_address, by_position, turned
 from prunex_mpi.pruning.shrink import (
     WEIGHT,
-    attention_of,
     kept_slices,
     resized,
     shrink,
     smaller_sizes,
 )
 
-# Functions that read channels with a weight, and the dimension of the channels.
-READERS = {
-    **dict.fromkeys(("linear", "layer_norm", "rms_norm"), -1),
-    **dict.fromkeys(("group_norm", "conv1d", "conv2d", "conv3d"), 1),
-}
-# Those that may do so with a weight [inputs, outputs], and the place of what they read.
-PRODUCTS = {"matmul": 0, "__matmul__": 0, "mm": 0, "addmm": 1}
+LAYERS = (*CONVOLUTIONS, nn.Linear)
 SHOWN = 2  # names per line of a report
 # Largest difference of outputs, relative to the largest output or 1, in float64 and below.
 EXACT, TOLERANCE = 1e-9, 1e-3
@@ -75,25 +67,24 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
     At least one group of each set stays.
     """
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    sides = coupling.makers(), coupling.readers()
-    made, taken = ({name: ids for name, (_, ids) in side.items()} for side in sides)
-    written, read = (
-        {
-            name: _carried(ids, ~_zero_slices(weights[name], dim), coupling.total)
-            for name, (dim, ids) in side.items()
-        }
-        for side in sides
-    )
+    makers, readers = coupling.makers(), coupling.readers()
+    made, taken = ({name: ids for name, (_, ids) in side.items()} for side in (makers, readers))
+    written, read = (_used(weights, side, coupling.total) for side in (makers, readers))
     # Norms read all channels, and so do other calls.
     together = [coupling.rows[name] for name in coupling.norms]
     together += [ids for _, ids in coupling.mixed]
     felt = np.isin(np.arange(coupling.total), np.concatenate([*together, [-1]]))
-    active = _activity(model, coupling, images)
+    active = _activity(model, taken, images, coupling.total)
     nothing = np.zeros(coupling.total, dtype=bool)
     is_written, is_read, is_active = (
         np.logical_or.reduce([*found.values(), nothing]) for found in (written, read, active)
     )
-    removed = ~(is_read | felt) | (~is_written & ~is_active)
+    is_made = nothing.copy()
+    for name, weight in weights.items():
+        for dim, ids in coupling.slices(name):
+            if name not in readers or readers[name][0] != dim:
+                is_made |= _carried(ids, ~_zero_slices(weight, dim), coupling.total)
+    removed = ~(is_read | felt) | ~is_made | ~(is_written | is_active | felt)
     lines = []
     for s in coupling.sets:
         part = slice(s.start, s.start + s.count)
@@ -128,10 +119,20 @@ def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
     return Verdict(removed, (*lines, *_zeros_elsewhere(weights, coupling)))
 
 
-def _zero_slices(weight: Tensor, dim: int) -> np.ndarray:
-    """Return which slices along `dim` are all zeros, bool [weight.shape[dim]]."""
-    others = [d for d in range(weight.dim()) if d != dim % weight.dim()]
-    return (weight.abs().amax(dim=others) == 0).cpu().numpy()
+def _used(
+    weights: Mapping[str, Tensor], side: Mapping[str, tuple[int, np.ndarray]], total: int
+) -> dict[str, np.ndarray]:
+    """Return by weight which groups have a slice there that isn't zero, bool [groups]."""
+    return {
+        name: _carried(ids, ~_zero_slices(weights[name], dim), total)
+        for name, (dim, ids) in side.items()
+    }
+
+
+def _zero_slices(tensor: Tensor, dim: int) -> np.ndarray:
+    """Return which slices along `dim` are all zeros, bool [tensor.shape[dim]]."""
+    slices = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1)
+    return ~slices.any(dim=1).cpu().numpy()
 
 
 def _carried(ids: np.ndarray, marks: np.ndarray | bool, total: int) -> np.ndarray:
@@ -141,86 +142,29 @@ def _carried(ids: np.ndarray, marks: np.ndarray | bool, total: int) -> np.ndarra
     return found
 
 
-class Activity(TorchFunctionMode):
-    """Record in `found`, by reader, which groups it reads as anything but zero, bool [groups]."""
+def _activity(
+    model: nn.Module, taken: Mapping[str, np.ndarray], images: Tensor, total: int
+) -> dict[str, np.ndarray]:
+    """Return by reader which groups are not zero where it reads them, bool [groups].
 
-    def __init__(self, model: nn.Module, coupling: Coupling, places: Places) -> None:
-        super().__init__()
-        self.places = places
-        self.found: dict[str, np.ndarray] = {}
-        self.names = {id(p): name for name, p in model.named_parameters()}
-        self.weights = by_address(model)
-        self.coupling = coupling
-        self.mixed: dict[Site, list[tuple[Mixed, np.ndarray]]] = {}
-        for call, ids in coupling.mixed:
-            self.mixed.setdefault(call.site, []).append((call, ids))
-        self.readers = {name: ids for name, (_, ids) in coupling.readers().items()}
+    `taken` are the groups of each reader's inputs. All are taken for active but where torch's own
+    convolutions and linear layers read them.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, np.ndarray] = {}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        site = self.places.site(call_site(sys._getframe(1)))
-        for call, ids in self.mixed.get(site, ()):
-            self.note(name_of(call), flatten((args, kwargs or {}))[call.place], ids, call.dim)
-        operands, named = by_position(args, kwargs or {})
-        if name in READERS:
-            self.look(operands[0], (*operands, *named.values()), READERS[name])
-            # A weight that is computed from the module's own.
-            own = f"{self.places.module}{WEIGHT}"
-            weight = named.get("weight", operands[1] if len(operands) > 1 else None)
-            if own in self.readers and id(weight) not in self.names:
-                self.note(own, operands[0], self.readers[own], READERS[name])
-        elif name in PRODUCTS:
-            place = PRODUCTS[name]
-            factor = operands[place + 1]
-            self.look(operands[place], [turned(self.weights, factor), factor], -1)
-        elif name == "multi_head_attention_forward":
-            for x in operands[:3]:
-                self.look(x, operands[5:6], -1)
-        return func(*args, **(kwargs or {}))
-
-    def look(self, x: Tensor, arguments: Iterable[object], dim: int) -> None:
-        """Record the non-zero groups of `x` for each weight in `arguments`."""
-        names = [self.names.get(id(a)) for a in arguments if isinstance(a, nn.Parameter)]
-        for name in names:
-            known = self.coupling.rows if name in self.coupling.norms else self.readers
-            if (ids := known.get(name)) is not None:
-                self.note(name, x, ids, dim)
-
-    def note(self, name: str, x: Tensor, ids: np.ndarray, dim: int) -> None:
-        """Record the non-zero groups of `x`, which `name` reads along `dim`."""
+    def look(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         # A grouped convolution has columns for the inputs of one group only.
-        if x.shape[dim] % len(ids) == 0:
-            marks = ~_zero_slices(x, dim).reshape(-1, len(ids)).all(axis=0)
-            before = self.found.get(name, np.zeros(self.coupling.total, dtype=bool))
-            self.found[name] = before | _carried(ids, marks, self.coupling.total)
+        dim, ids = -1 if isinstance(module, nn.Linear) else 1, taken[name]
+        marks = ~_zero_slices(args[0], dim).reshape(-1, len(ids)).all(axis=0) if args else True
+        found[name] = found.get(name, False) | _carried(ids, marks, total)
 
-
-def name_of(call: Mixed) -> str:
-    """Return the name under which a call that reads all channels is reported."""
-    module, line, _ = call.site
-    return f"{module or 'the model'} ({line or 'a function of torch'})"
-
-
-def _activity(model: nn.Module, coupling: Coupling, images: Tensor) -> dict[str, np.ndarray]:
-    """Return by reader which groups are not zero where it reads them, bool [groups]."""
-    places = Places()
-    activity = Activity(model, coupling, places)
-    with evaluating(model), following(model, places), plain_norms(model), activity:
+    with ExitStack() as hooks, evaluating(model):
+        for module in model.modules():
+            if type(module) in LAYERS and (name := names.get(id(module.weight))) in taken:
+                hooks.enter_context(module.register_forward_pre_hook(partial(look, name)))
         model(images)
-    found = activity.found
-    for name, (_, ids) in coupling.readers().items():
-        attention = attention_of(model, name)
-        if attention is not None and name.endswith("out_proj.weight"):
-            # Its input can't be seen: a head of zero filters gives the bias of its values.
-            marks = np.zeros(len(ids), dtype=bool)
-            if attention.in_proj_bias is not None:
-                marks = (attention.in_proj_bias.chunk(3)[2] != 0).cpu().numpy()
-            found[name] = _carried(ids, marks, coupling.total)
-        elif name not in found:
-            found[name] = _carried(ids, True, coupling.total)
-    for call, ids in coupling.mixed:
-        found.setdefault(name_of(call), _carried(ids, True, coupling.total))
-    return found
+    return {name: found.get(name, _carried(ids, True, total)) for name, ids in taken.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,7 +204,9 @@ def _carriers(ids: Mapping[str, np.ndarray], among: Iterable[str], s: ChannelSet
 
 
 def _names(found: Mapping[str, np.ndarray], part: slice, among: np.ndarray) -> str:
-    return _join(name for name, marks in found.items() if (marks[part] & among).any())
+    """Return the weights of `found` that mark a group `among` those of a set."""
+    names = [name for name, marks in found.items() if (marks[part] & among).any()]
+    return _join(names or ["a norm of all channels"])
 
 
 def _join(names: Iterable[str]) -> str:
