@@ -164,9 +164,6 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     # flags: code, words of the line
     "--dataset cifar11": (USAGE, ("'cifar11'", "'cifar10'", "package.module:factory")),
     "--dataset nowhere:f": (USAGE, ("dataset nowhere:f: cannot import 'nowhere'",)),
-    "--dataset :": (USAGE, ("cannot import ''",)),
-    "--dataset own_data:absent": (USAGE, ("own_data has no function 'absent'",)),
-    "--dataset own_data:nothing": (USAGE, ("own_data:nothing", "no map-style data set")),
     "--dataset own_data:raising": (UNREADABLE, ("own_data:raising failed", "FileNotFoundError")),
     "--dataset own_data:damaged --train-samples 6 --test-samples 2": (
         UNREADABLE,
@@ -178,7 +175,6 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "--mpi-buffers device --device cpu": (USAGE, ("--mpi-buffers device", "--device cuda")),
     "--model resnet21": (USAGE, ("'resnet21'", "did you mean 'resnet")),
     "--model nowhere:f": (USAGE, ("cannot import 'nowhere'",)),
-    "--model :": (USAGE, ("cannot import ''",)),
     "--model odd_models:absent": (USAGE, ("odd_models has no function 'absent'",)),
     "--model odd_models:no_convolution": (USAGE, ("no convolution layer",)),
     "--model odd_models:_rank": (USAGE, ("odd_models:_rank", "TypeError")),
@@ -191,7 +187,6 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "--model odd_models:extra_state": (USAGE, ("0._extra_state, a dict", "get_extra_state")),
     "--model odd_models:small --stem cifar": (USAGE, ("--stem cifar",)),
     f"--image-size {BIG}": (USAGE, ("image-size",)),
-    f"--dataset digits --image-size {2**31} --train-samples 0": (USAGE, ("image-size",)),
     f"--train-samples {BIG}": (USAGE, ("train-samples",)),
     f"--test-samples {BIG}": (USAGE, ("test-samples",)),
     "--dataset digits --train-samples 9999": (USAGE, ("--train-samples 9999",)),
