@@ -6,7 +6,6 @@ image and its label. The labels of all images are needed at the start: `data.tar
 """
 
 import hashlib
-import inspect
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -123,14 +122,6 @@ def _make(name: str, data_dir: str, train: bool) -> UserSplit:
     function = import_function("dataset", name, "to make the data set")
     arguments = {"data_dir": data_dir, "train": train}
     shown = f"data_dir={quote(data_dir, 250)}, train={train}"
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        message = f"dataset {name} can't be called with {shown} ({one_line(error)})"
-        raise UserError(f"{message}: give it these two parameters", USAGE) from None
-    except ValueError:
-        # Some that are written in C do not say what they take.
-        pass
     with _told(f"dataset {name} failed with {shown}", "repair it or its data"):
         data = function(**arguments)
     try:
@@ -239,8 +230,8 @@ def to_pil_image(image: Any, name: str) -> Image.Image:
 def _classes_of(train: UserSplit, test: UserSplit) -> tuple[int, tuple[str, ...]]:
     """Return how many classes there are, and their names, () where they have none.
 
-    Raises UserError (UNREADABLE) where labels or classes of test images are others than those of
-    training images, and for labels beyond the names.
+    Raises UserError (UNREADABLE) where test images have other names of classes than training images
+    have, and for labels beyond the names, or beyond those of training images.
     """
     names, others = _names(train), _names(test)
     for label, (name, other) in enumerate(zip(names, others, strict=False)):
@@ -248,30 +239,20 @@ def _classes_of(train: UserSplit, test: UserSplit) -> tuple[int, tuple[str, ...]
             message = f"class {label} is {name!r} in {train.name} and {other!r} in {test.name}"
             raise UserError(f"{message}: give both the same classes", UNREADABLE)
     count = len(names) or int(train.labels.max()) + 1
-    place = int(test.labels.argmax())
-    most = int(test.labels[place])
-    if most >= count:
-        message = f"image {test.name}[{place}] has the label {most}, {train.name} {count} classes"
-        raise UserError(f"{message} from 0 on: give it images or names of all", UNREADABLE)
+    for split in (train, test):
+        place = int(split.labels.argmax())
+        most = int(split.labels[place])
+        if most >= count:
+            message = f"image {split.title(place)} has the label {most}, {train.name} {count}"
+            raise UserError(f"{message} classes: number all from 0 on, or name all", UNREADABLE)
     return count, names
 
 
 def _names(split: UserSplit) -> tuple[str, ...]:
     """Return the names of the classes, none where its attribute `classes` is no list of names."""
     names = _attribute(split.name, split.data, "classes")
-    if isinstance(names, str) or not isinstance(names, Sequence):
-        return ()
-    if not names or not all(isinstance(name, str) for name in names):
-        return ()
-    place = int(split.labels.argmax())
-    most = int(split.labels[place])
-    if most >= len(names):
-        message = f"image {split.name}[{place}] has the label {most}"
-        advice = "name all, from 0 on, or remove that attribute"
-        raise UserError(
-            f"{message}, its attribute classes {len(names)} names: {advice}", UNREADABLE
-        )
-    return tuple(names)
+    listed = isinstance(names, Sequence) and not isinstance(names, str)
+    return tuple(names) if listed and all(isinstance(name, str) for name in names) else ()
 
 
 def _attribute(name: str, data: Any, attribute: str) -> Any:

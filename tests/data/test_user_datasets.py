@@ -238,7 +238,7 @@ def test_items_are_asked_for_by_so_many_threads(made, threads):
 BAD = [
     # function, exit code, words
     ("absent", USAGE, "own_data has no function 'absent' to make the data set"),
-    ("without_parameters", USAGE, "can't be called with data_dir='x', train=True"),
+    ("without_parameters", UNREADABLE, "failed with data_dir='x', train=True (TypeError:"),
     ("nothing", USAGE, "returned no map-style data set for data_dir='x', train=True (TypeError:"),
     ("iterable", USAGE, "Stream can't be indexed): return what has len(data) and data[i]"),
     ("no_items", USAGE, "set can't be indexed"),
@@ -253,7 +253,7 @@ BAD = [
     ("negative_items", UNREADABLE, "train[0] has the label -1"),
     ("more_in_test", UNREADABLE, "test[5] has the label 3, own_data:more_in_test train 3 classes"),
     ("other_classes", UNREADABLE, "class 1 is 'bee' in own_data:other_classes train and 'cat'"),
-    ("few_classes", UNREADABLE, "train[2] has the label 2, its attribute classes 2 names"),
+    ("few_classes", UNREADABLE, "train[2] has the label 2, own_data:few_classes train 2 classes"),
     ("broken_classes", UNREADABLE, "cannot read the attribute classes of own_data:broken_classes"),
     ("floats", UNREADABLE, "train[0] is float32 [3, 8, 8], not a PIL image, or uint8 [3, H, W]"),
     ("colours_last", UNREADABLE, "train[0] is uint8 [8, 8, 3], not a PIL image"),
