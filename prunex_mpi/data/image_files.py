@@ -156,7 +156,8 @@ def _in_class_folders(folder: Path, known: Known) -> FileSplit:
         here = {x for x in (*inside, *files) if x.lower().endswith(IMG_EXTENSIONS)}
         images.extend(f"{path}/{image}" for image in here)
         left_out += [f"{name}/{other}" for other in (*inside, *files) if other not in here]
-        left_out += [] if here else [name]
+        if not here:
+            left_out.append(name)
     if not images:
         message = f"no image in {folder}: --data-dir must hold train/<class>/*, to train on, and"
         message += " test/<class>/*"
