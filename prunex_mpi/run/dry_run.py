@@ -63,10 +63,8 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     bn_modules = batchnorm.find(model)
     size, statistics = parameter.element_size(), batchnorm.numel(bn_modules)
     groups = make_groups(settings, model, layout, inputs)
-    if settings.method.per_step:
-        return _dry_run_per_step(settings, topology, layout, size, statistics)
-    if settings.method.own_exchange:
-        return _dry_run_sparse(settings, topology, layout, size, statistics)
+    if settings.method.per_step or settings.method.own_exchange:
+        return _of_own_exchange(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
     def planned(strict: float) -> tuple[Plan, int]:
@@ -202,32 +200,35 @@ def _rounds(settings: Settings) -> tuple[int, str]:
     return outer, f"{outer} outer iterations"
 
 
-def _dry_run_sparse(
+def _of_own_exchange(
     settings: Settings, topology: Topology, layout: Layout, size: int, statistics: int
 ) -> str:
-    """Return what a leader hands over where a few values of many travel."""
-    exchange = exchange_of(settings.method)
-    each, how = exchange.payload(settings, layout, size, statistics)
-    dense, outer = (layout.numel + statistics) * size, settings.outer_iterations
-    whole_run = _size_of(dense * outer)
-    rows = [
-        *_what_runs(settings, topology, layout, statistics),
-        ("dense payload per outer iteration", _size_of(dense)),
-        ("payload per outer iteration", f"{_share_of(each, dense)} of dense ({how})"),
-        (
-            f"payload over {outer} outer iterations",
-            f"{_share_of(each * outer, dense * outer)} of dense, {whole_run}",
-        ),
-        *_messages(exchange.OPERATIONS),
-    ]
-    return format_lines(rows)
+    """Return what an exchange of the method's own hands over: per step, or per outer iteration.
 
-
-def _messages(operations: tuple[tuple[str, str, str, str], ...]) -> list[tuple[str, str]]:
-    return [
+    How many steps there are depends on the data.
+    """
+    exchange, outer = exchange_of(settings.method), settings.outer_iterations
+    rows, after = _what_runs(settings, topology, layout, statistics), []
+    if settings.method.per_step:
+        workers = topology.world_size if settings.aggregation == "flat" else topology.num_nodes
+        payload, how = exchange.payload(settings, layout, size, workers)
+        rows += [("dense payload per step", _size_of(layout.numel * size))]
+        rows += [("payload per step", f"{_size_of(payload)} ({how})")]
+        # A rank alone keeps its own.
+        if topology.world_size > 1:
+            after = [("statistics per outer iteration", _size_of(statistics * size))]
+    else:
+        payload, how = exchange.payload(settings, layout, size, statistics)
+        dense = (layout.numel + statistics) * size
+        whole, share = dense * outer, _share_of(payload * outer, dense * outer)
+        rows += [("dense payload per outer iteration", _size_of(dense))]
+        rows += [("payload per outer iteration", f"{_share_of(payload, dense)} of dense ({how})")]
+        rows += [(f"payload over {outer} outer iterations", f"{share} of dense, {_size_of(whole)}")]
+    messages = [
         ("message", f"{what}: {operation} over {comm}, {operand}")
-        for what, comm, operation, operand in operations
+        for what, comm, operation, operand in exchange.OPERATIONS
     ]
+    return format_lines([*rows, *messages, *after])
 
 
 def _quality(settings: Settings, groups: Groups) -> str:
@@ -245,25 +246,6 @@ def _quality(settings: Settings, groups: Groups) -> str:
     if shrinking and settings.mask_agreement == "or":
         caveats.append("more before the freeze, since a union of masks may hold more groups")
     return f" ({'; '.join(caveats)})" if caveats and groups.total else ""
-
-
-def _dry_run_per_step(
-    settings: Settings, topology: Topology, layout: Layout, size: int, statistics: int
-) -> str:
-    """Return what one step hands over; how many steps there are depends on the data."""
-    exchange = exchange_of(settings.method)
-    workers = topology.world_size if settings.aggregation == "flat" else topology.num_nodes
-    payload, how = exchange.payload(settings, layout, size, workers)
-    rows = [
-        *_what_runs(settings, topology, layout, statistics),
-        ("dense payload per step", _size_of(layout.numel * size)),
-        ("payload per step", f"{_size_of(payload)} ({how})"),
-        *_messages(exchange.OPERATIONS),
-    ]
-    # A rank alone keeps its own.
-    if topology.world_size > 1:
-        rows.append(("statistics per outer iteration", _size_of(statistics * size)))
-    return format_lines(rows)
 
 
 def _what_runs(
