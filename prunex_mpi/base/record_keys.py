@@ -52,7 +52,7 @@ LOSS = Measure("loss", "loss", "nats per token", "nats", 1, 4, False)
 
 
 def measure_of(record: Mapping[str, Any]) -> Measure:
-    """Return what networks are judged by in metrics.jsonl or summary.json: accuracy, or loss."""
+    """Return what networks are evaluated by in metrics.jsonl or summary.json: accuracy, or loss."""
     return ACCURACY if "test_accuracy" in record else LOSS
 
 

@@ -1,6 +1,6 @@
 """What is found out about a job before it trains: facts of its ranks, and findings about them.
 
-The modules beside this one judge facts. Each of their checks is a plain function that communicates
+The modules beside this one check facts. Each of their checks is a plain function that communicates
 nothing and needs neither torch nor MPI. The doctor prints all that is found; train says the
 warnings and refuses the errors.
 """
@@ -144,7 +144,7 @@ def check_launcher(
         reason = f"Slurm gave the job {tasks} tasks, and this is one process without a launcher"
         return [Finding("warning", "launcher", reason, "start it with srun or mpirun")]
     if name == "none":
-        remedy = "start it as the job is to be started, with mpirun or srun, to judge that job"
+        remedy = "start it as the job is to be started, with mpirun or srun, to check that job"
         return [Finding("note", "launcher", "this is one process without a launcher", remedy)]
     return [Finding("ok", "launcher", f"{name} started one job of {ranks} ranks")]
 

@@ -1,4 +1,4 @@
-"""Judge what ranks say of themselves: software, clocks, nodes, cores, disk, GPUs and MPI."""
+"""Check what ranks say of themselves: software, clocks, nodes, cores, disk, GPUs and MPI."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -173,7 +173,7 @@ def check_free_space(facts: Sequence[RankFacts]) -> list[Finding]:
 
 
 def check_shared_folder(folder: str, problems: Mapping[str, str]) -> list[Finding]:
-    """Judge the folder of the run by what went wrong with it, by host."""
+    """Check the folder of the run by what went wrong with it, by host."""
     if not problems:
         return [Finding("ok", "file system", f"every node opens what rank 0 writes for {folder}")]
     remedy = "give a --run-dir that can be written, on a file system that all nodes share"
@@ -242,7 +242,7 @@ def check_allocator(facts: Sequence[RankFacts], mpi_buffers: str) -> list[Findin
 def check_mpi_buffers(
     requested: str, kind: str, claimed: bool | None, probed: Mapping[str, str] | None
 ) -> list[Finding]:
-    """Judge --mpi-buffers by what the library claims and, by operation, what the probe found.
+    """Check --mpi-buffers by what the library claims and, by operation, what the probe found.
 
     `kind` is cpu or cuda; `probed` holds "" for what passed, None where nothing was tried.
     """

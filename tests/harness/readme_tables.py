@@ -150,10 +150,10 @@ def tables_of(found: Comparison, times: Mapping[str, Comparison]) -> dict[str, s
         for m in ended(runs)
     ):
         tables["links"] = links_table(found)
-    for what, table in zip(("samples", "bytes", "seconds"), equal_tables(found), strict=False):
-        tables[f"equal-{what}"] = markdown(
-            table.columns, [tuple(map(format_cell, row)) for row in table.rows]
-        )
+    for table in equal_tables(found):
+        # "At equal bytes that leave a node"
+        cells = [tuple(map(format_cell, row)) for row in table.rows]
+        tables[f"equal-{table.title.split()[2]}"] = markdown(table.columns, cells)
     if times:
         tables["steps"] = steps_table(found, times)
     return tables

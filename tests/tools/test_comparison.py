@@ -291,6 +291,10 @@ def test_rows_stand_beside_each_other_at_equal_budgets():
     assert tables[2].columns[:3] == ("row", "7 s measured", "parameters left")
     assert "1.000" in format_table(tables[0])
     assert equal_tables(comparison(runs[2:])) == []
+    # On one node nothing leaves it.
+    alone = [replace(p, sent_bytes=0) for p in near]
+    titles = [t.title for t in equal_tables(comparison(outcomes("one", curve=tuple(alone))))]
+    assert titles == ["At equal samples", "At equal seconds"]
 
 
 def test_the_frontier_is_of_the_rows_that_no_cheaper_one_reaches():

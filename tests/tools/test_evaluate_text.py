@@ -66,7 +66,7 @@ def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(capfd):
             finished = read_finished_run(folder / "run", given=(MODEL,))
             assert len(finished.test) == told["tokens"] // 8
             run = read_run(folder / "run")
-            assert run.final == summary["test_loss"] and run.measure.key == "loss"
+            assert run.final == (summary["test_loss"], "test") and run.measure.key == "loss"
         other = write(folder / "other", TEXT + "?" * 50)
         assert evaluate(WORLD, parse([*flags, "--data-dir", str(other)]), Heartbeat()) == 0
         told = "50 characters are not in the vocabulary: '?' (50)" in capfd.readouterr().err

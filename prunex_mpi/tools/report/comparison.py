@@ -174,7 +174,7 @@ class Comparison:
 
     `plan` is a digest of the plan, `protocol` what it says of tuning and seeds, `revealed` when the
     test data were looked at, or "" where they were not; files of before have none of these, and
-    are of test images. Bytes and seconds to each of `targets` are told.
+    are of test images. The tables show bytes and seconds to each of `targets`.
     """
 
     title: str

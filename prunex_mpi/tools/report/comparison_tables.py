@@ -171,37 +171,31 @@ def _outcome_cell(found: Comparison, run: Outcome) -> Cell:
 
 
 def equal_tables(found: Comparison) -> list[Table]:
-    """Return what each row reached by equal samples, bytes and seconds; [] without a curve."""
-    if not any(m.curve for m in ended(found.outcomes)):
-        return []
-    samples = _ends(found, samples_at)
-    fewest = min(samples) if samples else 0.0
-    sent = _ends(found, sent_at)
+    """Return what each row reached by equal samples, bytes and seconds, where there are any."""
+    samples, sent = _ends(found, samples_at), _ends(found, sent_at)
+    fewest = min(samples, default=0.0)
     seconds: list[tuple[str, Cost]] = [("measured", lambda _, point: point.train_s)]
     seconds += [(f"at {name}", seconds_on(gbit)) for name, gbit in LINKS.items()]
     timed = [(name, cost, _ends(found, cost)) for name, cost in seconds]
+    budgets = {
+        "samples": [(f"{share * fewest:,.0f}", samples_at, share * fewest) for share in SHARES],
+        "bytes that leave a node": [
+            (f"{power:,g} MiB", sent_at, power * MIB) for power in powers_between(sent)
+        ],
+        "seconds": [(f"{median(e):.3g} s {name}", cost, median(e)) for name, cost, e in timed if e],
+    }
+    notes = {
+        "samples": "shares of the fewest samples that a row was trained on; those of an evaluation "
+        "in proportion to its outer iteration",
+        "bytes that leave a node": "a row that ends with fewer bytes counts with its end",
+        "seconds": "those at which half of the rows are done, which count with their end; on a "
+        "link computing as measured and the bytes at its rate, of which overlapping steps hide "
+        "what they can",
+    }
     return [
-        _equal_table(
-            found,
-            "samples",
-            [(f"{share * fewest:,.0f}", samples_at, share * fewest) for share in SHARES],
-            "samples: shares of the fewest that a row was trained on; of an evaluation in "
-            "proportion to its outer iteration",
-        ),
-        _equal_table(
-            found,
-            "bytes that leave a node",
-            [(f"{power:,g} MiB", sent_at, power * MIB) for power in powers_between(sent)],
-            "a row that ends with fewer bytes counts with its end",
-        ),
-        _equal_table(
-            found,
-            "seconds",
-            [(f"{median(e):.3g} s {name}", cost, median(e)) for name, cost, e in timed if e],
-            "those at which half of the rows are done, which count with their end; on a link "
-            "computing as measured and the bytes at its rate, of which overlapping steps hide what "
-            "they can",
-        ),
+        _equal_table(found, what, some, notes[what])
+        for what, some in budgets.items()
+        if some and samples
     ]
 
 
@@ -227,7 +221,12 @@ def seconds_on(gbit: float) -> Cost:
 
 
 def powers_between(ends: Sequence[float]) -> list[float]:
-    """Return the powers of ten, in MiB, between the least and most of some bytes, else the most."""
+    """Return the powers of ten, in MiB, between the least and most of some bytes, else the most.
+
+    Nothing where nobody sends.
+    """
+    if not any(ends):
+        return []
     least, most = (math.log10(max(1, choose(ends)) / MIB) for choose in (min, max))
     return [10.0**k for k in range(math.ceil(least), math.floor(most) + 1)] or [max(ends) / MIB]
 

@@ -239,9 +239,10 @@ def result_table(named: Named) -> Table:
 def result_row(name: str, run: Run) -> tuple[Cell, ...]:
     """Return what a run came to, for the table of several."""
     sent, dense = run.total("bytes.payload"), run.total("bytes.dense")
+    final, data = run.final
     return (
         *(name, run.status, str(run.setting("method", "")), len(run.iterations)),
-        *(known(run.final, LossCell if run.measure is LOSS else float), run.final_on),
+        *(known(final, LossCell if run.measure is LOSS else float), data),
         *(known(run.column("density")[-1]), sent / MIB),
         100 * sent / dense if dense else None,
         run.total("seconds.total"),

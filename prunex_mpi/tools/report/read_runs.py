@@ -117,20 +117,11 @@ class Run:
         return measure.scale * self.column(f"{self.evaluated_on[0]}_{measure.key}")
 
     @property
-    def final(self) -> float:
-        """The last of the measure, on the data in `final_on`; NaN: none.
+    def final(self) -> tuple[float, str]:
+        """The last of the measure, NaN for none, and on which data, in words.
 
         A run with held-out data tests its best network when it ends.
         """
-        return self._end[0]
-
-    @property
-    def final_on(self) -> str:
-        """Which data `final` is of, in words: the test data where it was tested on them."""
-        return self._end[1]
-
-    @property
-    def _end(self) -> tuple[float, str]:
         # A run of a comparison knows its best network by the data held out alone.
         validation = self.summary.get("validation") or {}
         for best, where in (
