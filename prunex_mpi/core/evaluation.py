@@ -205,7 +205,7 @@ def _is_kept(state: State) -> bool:
 
 
 # How long BatchNorm statistics that are estimated on z stay: for its evaluation, or for good.
-PASSING, LASTING = "passing", "lasting"
+TEMPORARY, PERMANENT = "temporary", "permanent"
 # Per rank: the statistics of a channel settle within a few thousand activations.
 RECALIBRATION_BATCHES = 8
 
