@@ -36,7 +36,7 @@ from prunex_mpi.comm.async_exchange import AsyncExchange
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core.evaluation import add_z_
 from prunex_mpi.core.loop import Round
-from prunex_mpi.core.memory import PARAMETERS, Declared, common
+from prunex_mpi.core.memory import PARAMETERS, Declared, shared
 from prunex_mpi.core.message import Fragment, message_bytes
 from prunex_mpi.core.replica_check import replicas_agree
 from prunex_mpi.core.schedule import Stage, local_steps, steps_behind
@@ -238,7 +238,7 @@ VELOCITY = "outer_momentum"
 
 def outer_memory(theta: Tensor) -> Declared:
     """Allocate the velocity of `nesterov_`, in whose presence each exchange is such a step."""
-    return {VELOCITY: common(torch.zeros_like(theta), PARAMETERS)}
+    return {VELOCITY: shared(torch.zeros_like(theta), PARAMETERS)}
 
 
 def nesterov_(settings: Settings, k: int, last: Tensor, mean: Tensor, velocity: Tensor) -> None:
