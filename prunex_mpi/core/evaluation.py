@@ -24,7 +24,7 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import reduce_between_nodes_
-from prunex_mpi.core.memory import PARAMETERS, STATISTICS, Declared, common
+from prunex_mpi.core.memory import PARAMETERS, STATISTICS, Declared, shared
 from prunex_mpi.core.metrics import density
 from prunex_mpi.core.schedule import strictness
 from prunex_mpi.core.state import (
@@ -54,9 +54,9 @@ def memory_of_ema(settings: Settings, state: State) -> Declared:
     if not settings.model_ema_decay:
         return {}
     return {
-        EMA: common(torch.zeros_like(state.z), PARAMETERS),
-        EMA_STATS: common(torch.zeros_like(state.stats), STATISTICS),
-        EMA_COUNT: common(torch.zeros(1, dtype=torch.int64)),
+        EMA: shared(torch.zeros_like(state.z), PARAMETERS),
+        EMA_STATS: shared(torch.zeros_like(state.stats), STATISTICS),
+        EMA_COUNT: shared(torch.zeros(1, dtype=torch.int64)),
     }
 
 
@@ -130,9 +130,9 @@ def memory_of_best(settings: Settings, state: State) -> Declared:
     if not settings.val_split:
         return {}
     return {
-        BEST: common(torch.zeros_like(state.z), PARAMETERS),
-        BEST_STATS: common(torch.zeros_like(state.stats), STATISTICS),
-        BEST_MASK: common(torch.ones(state.mask.bits.size, dtype=torch.bool)),
+        BEST: shared(torch.zeros_like(state.z), PARAMETERS),
+        BEST_STATS: shared(torch.zeros_like(state.stats), STATISTICS),
+        BEST_MASK: shared(torch.ones(state.mask.bits.size, dtype=torch.bool)),
     }
 
 
@@ -205,7 +205,7 @@ def _is_kept(state: State) -> bool:
 
 
 # How long BatchNorm statistics that are estimated on z stay: for its evaluation, or for good.
-PASSING, LASTING = "passing", "lasting"
+TEMPORARY, PERMANENT = "temporary", "permanent"
 # Per rank: the statistics of a channel settle within a few thousand activations.
 RECALIBRATION_BATCHES = 8
 

@@ -34,11 +34,11 @@ from torch import Tensor
 from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.async_exchange import AsyncExchange
 from prunex_mpi.comm.wire import Wire, Wires
-from prunex_mpi.core.alike import holds_alike
 from prunex_mpi.core.evaluation import add_z_
 from prunex_mpi.core.loop import Round
-from prunex_mpi.core.memory import PARAMETERS, Declared, common
+from prunex_mpi.core.memory import PARAMETERS, Declared, shared
 from prunex_mpi.core.message import Fragment, message_bytes
+from prunex_mpi.core.replica_check import replicas_agree
 from prunex_mpi.core.schedule import Stage, local_steps, steps_behind
 from prunex_mpi.core.state import (
     CODED,
@@ -238,7 +238,7 @@ VELOCITY = "outer_momentum"
 
 def outer_memory(theta: Tensor) -> Declared:
     """Allocate the velocity of `nesterov_`, in whose presence each exchange is such a step."""
-    return {VELOCITY: common(torch.zeros_like(theta), PARAMETERS)}
+    return {VELOCITY: shared(torch.zeros_like(theta), PARAMETERS)}
 
 
 def nesterov_(settings: Settings, k: int, last: Tensor, mean: Tensor, velocity: Tensor) -> None:
@@ -319,7 +319,7 @@ def _average_part_(node: Wire, state: State, settings: Settings, place: slice) -
         return
     # From the beginning of a vector, as words of 64 bits ask for.
     first = state.scratch[: mean.numel()].copy_(mean)
-    if not holds_alike(node, state, first):
+    if not replicas_agree(node, state, first):
         node.broadcast_(mean)
 
 

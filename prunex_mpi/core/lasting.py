@@ -106,20 +106,16 @@ def lasting(
 def contents(topology: Topology, state: State, model: nn.Module) -> tuple[Tensors, Numbers]:
     """Return what this rank writes: its tensors on the CPU, copies of the model's own."""
     first = topology.world.rank == 0
-    tensors = {
-        name: on_cpu(entry.tensor, copied=name.startswith((BUFFER, FIXED)))
-        for name, entry in lasting(state, model).items()
-        if entry.is_written(topology.is_leader, first)
-    }
+    tensors = {}
+    for name, entry in lasting(state, model).items():
+        if entry.is_written(topology.is_leader, first):
+            tensors[name] = entry.tensor.cpu()
+            if name.startswith((BUFFER, FIXED)):
+                # What is the model's own may share memory or lie in another order.
+                tensors[name] = tensors[name].contiguous().clone()
     if first:
         tensors[MASK] = torch.from_numpy(np.packbits(state.mask.bits))
     return tensors, numbers_of(state)
-
-
-def on_cpu(tensor: Tensor, copied: bool) -> Tensor:
-    """Return a contiguous tensor on the CPU, a copy where it would not be one otherwise."""
-    # What is the model's own may share memory or lie in another order.
-    return tensor.cpu().contiguous().clone() if copied else tensor.cpu()
 
 
 def numbers_of(state: State) -> Numbers:
@@ -226,7 +222,12 @@ def put_elsewhere(topology: Topology, parts: Parts, context: RunContext) -> Numb
             broadcast_tensor_(world, entry.tensor, transport)
     state.u.zero_()
     state.v.zero_()
-    _let_arrive_(state, context)
+    if state.position.under_way:
+        # The last that the old nodes have agreed on.
+        arrive_(state, settings)
+        if not state.consensus_sgd:
+            update_rho2(state, settings)
+        state.position.under_way = ""
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)
     batchnorm.as_plain_(state.bn_modules, stats.div_(given[0]), zero)
@@ -236,15 +237,6 @@ def put_elsewhere(topology: Topology, parts: Parts, context: RunContext) -> Numb
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(numbers["scaler"])
     return numbers
-
-
-def _let_arrive_(state: State, context: RunContext) -> None:
-    """Take over the last that the old nodes have agreed on, if it was in flight still."""
-    if state.position.under_way:
-        arrive_(state, context.settings)
-        if not state.consensus_sgd:
-            update_rho2(state, context.settings)
-        state.position.under_way = ""
 
 
 def _put_mask(world: MPI.Comm, tensors: Tensors, numbers: Numbers, state: State) -> None:

@@ -15,8 +15,8 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.core.admm import Residuals
 from prunex_mpi.core.evaluation import (
-    LASTING,
-    PASSING,
+    PERMANENT,
+    TEMPORARY,
     average_other_buffers_,
     average_z_,
     estimate_statistics,
@@ -137,8 +137,8 @@ def finish_round(
     """Evaluate z where that is due, and return the record; the next outer iteration can begin.
 
     `drift` is that of the mask unless given. With `estimate` the statistics in force do not fit z:
-    they are estimated for the evaluation and put back after it (PASSING), or for good (LASTING).
-    Collective on `world`.
+    they are estimated for the evaluation and put back after it (TEMPORARY), or for good
+    (PERMANENT). Collective on `world`.
     """
     state = context.state
     position = state.position
@@ -148,11 +148,11 @@ def finish_round(
         if this.last or converged:
             # What is delivered keeps them.
             average_other_buffers_(topology, context)
-        if estimate == LASTING:
+        if estimate == PERMANENT:
             estimate_statistics(topology, context)
-        average_z_(topology, context, changed=drift > 0, estimated=estimate == LASTING)
+        average_z_(topology, context, changed=drift > 0, estimated=estimate == PERMANENT)
         if evaluates(context, this, converged):
-            found = evaluate(topology, context, estimate == PASSING)
+            found = evaluate(topology, context, estimate == TEMPORARY)
     this.seconds["total"] = time.perf_counter() - this.started + position.clock.earlier
     trained_s = this.seconds["total"] - this.seconds["evaluate"]
     steps_per_second = position.step * topology.world_size / max(trained_s, 1e-9)

@@ -47,13 +47,13 @@ class Lasting(NamedTuple):
         return first or self.owner == RANK or (self.owner == NODE and leader)
 
 
-def residual(tensor: Tensor) -> Lasting:
-    """Declare this rank's part of a sum over all ranks, of theta's dtype; contiguous."""
+def summed(tensor: Tensor) -> Lasting:
+    """Declare this rank's part of a sum over all ranks, such as a residual; of theta's dtype."""
     return Lasting(tensor, RANK, SUM)
 
 
-def common(tensor: Tensor, cut: str = ITSELF) -> Lasting:
-    """Declare what is the same on all ranks that use it, of any dtype; contiguous."""
+def shared(tensor: Tensor, cut: str = ITSELF) -> Lasting:
+    """Declare what is the same on all ranks that use it, of any dtype."""
     return Lasting(tensor, ALL, FIRST, cut)
 
 

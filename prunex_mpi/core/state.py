@@ -19,7 +19,7 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.losses import Loss, Teacher
-from prunex_mpi.core.memory import STATISTICS, Memory, common
+from prunex_mpi.core.memory import STATISTICS, Memory, shared
 from prunex_mpi.core.message import Message
 from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
 from prunex_mpi.core.task import EVALUATION_BATCH, IMAGES, Reader, Stream, Task
@@ -287,7 +287,7 @@ def build_state(
         rho2=np.full(layers, settings.rho2),
         mask=mask,
         message=Message(theta, plan, everything, quantised),
-        memory=Memory({KNOWN: common(stats.clone(), STATISTICS)}),
+        memory=Memory({KNOWN: shared(stats.clone(), STATISTICS)}),
         whole=whole or describe_whole(model, layout, groups, settings),
         position=Position(fresh_statistics=batchnorm.are_fresh(bn_modules)),
         shrinks=settings.method.nodes,

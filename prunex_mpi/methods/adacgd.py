@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES
 from prunex_mpi.compress import sparse
-from prunex_mpi.core.memory import ALL, TOTAL, Declared, Lasting, residual
+from prunex_mpi.core.memory import ALL, TOTAL, Declared, Lasting, summed
 from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import State
 from prunex_mpi.core.sums import SparseParts
@@ -50,7 +50,7 @@ class AdaCgd(Exchange):
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate a worker's estimate and last gradient, and the sum of all workers' estimates."""
         sparse.check_positions(layout)
-        own = {key: residual(torch.zeros_like(theta)) for key in (ESTIMATE, LAST)}
+        own = {key: summed(torch.zeros_like(theta)) for key in (ESTIMATE, LAST)}
         return own | {SUM: Lasting(torch.zeros_like(theta), ALL, TOTAL, of=ESTIMATE)}
 
     def exchange_(self, flat: Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.base.logs import log
-from prunex_mpi.core.memory import Declared, common
+from prunex_mpi.core.memory import Declared, shared
 from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.state import State, adopt_mask, freeze
 from prunex_mpi.methods.exchange import Exchange
@@ -50,7 +50,7 @@ class ClickTrain(Exchange):
     @staticmethod
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate room for the choice."""
-        return {CHOSEN: common(torch.zeros(layout.numel, dtype=torch.bool))}
+        return {CHOSEN: shared(torch.zeros(layout.numel, dtype=torch.bool))}
 
     def add_penalty_(self, loss: Tensor) -> None:
         """Add the gradient of the penalty, between the choice and the pruning."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prunex_mpi.comm.wire import COUNT_BYTES
 from prunex_mpi.compress import sparse, threshold
-from prunex_mpi.core.memory import Declared, common, residual
+from prunex_mpi.core.memory import Declared, shared, summed
 from prunex_mpi.core.schedule import steps_taken, total_steps
 from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.core.sums import SparseParts
@@ -55,8 +55,8 @@ class Dgc(Exchange):
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate the accumulated momentum, what has not been sent, and the common momentum."""
         sparse.check_positions(layout)
-        own = {key: residual(torch.zeros_like(theta)) for key in (MOMENTUM, RESIDUAL)}
-        return own | {COMMON: common(torch.zeros_like(theta))}
+        own = {key: summed(torch.zeros_like(theta)) for key in (MOMENTUM, RESIDUAL)}
+        return own | {COMMON: shared(torch.zeros_like(theta))}
 
     def exchange_(self, flat: Tensor) -> None:
         """Send the largest momentum; set the gradient to the sum of all."""

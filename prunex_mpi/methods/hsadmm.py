@@ -42,11 +42,11 @@ from prunex_mpi.comm.traffic import now
 from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core import (
     admm,
-    alike,
     evaluation,
     exchange,
     loop,
     mask_choice,
+    replica_check,
     schedule,
     statistics,
     steps,
@@ -217,30 +217,21 @@ def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor
 
     z~_i = [rho1 mean_j(theta_ij + u_ij) + rho2 (z - v_i)] / (lambda + rho1 + rho2), Eq. 9; in
     consensus SGD the mean alone. Allreduce SUM of all parameters, dense, unless gradients were
-    averaged at each step: then ranks hold the same. In the memory of `scratch`. Collective on
-    `node.comm`.
+    averaged at each step: then ranks hold the same bits, or the leader's theta and u become
+    everyone's. In the memory of `scratch`. Collective on `node.comm`.
     """
     ranks = node.comm.size
     statistics.average_in_node_(node, state)
     decay = admm.decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
     if settings.node_sync == "step" or ranks == 1:
         z_tilde = admm.weigh_candidate(state, decay, 1)
-        make_alike_(node, state, decay)
+        if ranks > 1 and not replica_check.replicas_agree(node, state, z_tilde):
+            replica_check.adopt_first_replica_(node, state, "of a node")
+            admm.weigh_candidate(state, decay, 1)
         return z_tilde
     total = admm.sum_candidate(state)
     node.reduce_(total)
     return admm.weigh_candidate(state, decay, ranks, total)
-
-
-def make_alike_(node: Wire, state: State, decay: np.ndarray) -> None:
-    """See that z_tilde, in `scratch`, is the same on all ranks of the node, bit for bit.
-
-    Else the leader's theta and u become everyone's. Collective on `node.comm`.
-    """
-    if node.comm.size == 1 or alike.holds_alike(node, state, state.scratch):
-        return
-    alike.take_first_(node, state, "of a node")
-    admm.weigh_candidate(state, decay, 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -370,9 +361,9 @@ def end_iteration(
     # Once theta is trained on a support that stays, and longer than averages remember, they fit z.
     # Where nobody was trained with z, they are estimated when it is looked at.
     moves = stage.choose or not (state.frozen or method.prunes_once)
-    estimate = evaluation.PASSING if settings.bn == "recalibrate" and moves else ""
+    estimate = evaluation.TEMPORARY if settings.bn == "recalibrate" and moves else ""
     if estimate and (stage.freeze or this.last or converged):
-        estimate = evaluation.LASTING
+        estimate = evaluation.PERMANENT
     ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
     record = loop.finish_round(topology, context, this, loss, **ended)
     if not state.consensus_sgd:

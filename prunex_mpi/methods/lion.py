@@ -13,7 +13,7 @@ worker has one vote, whatever the number of its ranks.
 import torch
 from torch import Tensor
 
-from prunex_mpi.core.memory import Declared, residual
+from prunex_mpi.core.memory import Declared, summed
 from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.sums import Counts, bytes_handed_over
 from prunex_mpi.methods.exchange import Exchange
@@ -41,7 +41,7 @@ class Lion(Exchange):
     @staticmethod
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate each worker's momentum."""
-        return {MOMENTUM: residual(torch.zeros_like(theta))}
+        return {MOMENTUM: summed(torch.zeros_like(theta))}
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the outcome of the vote: -1, 1, or 0 for a tie."""

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from prunex_mpi.compress import sparse
 from prunex_mpi.compress.quantise import pack_, unpack_
-from prunex_mpi.core.memory import Declared, residual
+from prunex_mpi.core.memory import Declared, summed
 from prunex_mpi.core.state import State
 from prunex_mpi.core.sums import EqualParts
 from prunex_mpi.methods.exchange import RESIDUAL, Exchange
@@ -51,7 +51,7 @@ class OmniReduce(Exchange):
         if settings.options.block_ratio == 1:
             return {}
         blocks = sparse.block_count(layout.numel, settings.options.block_size)
-        return {RESIDUAL: residual(theta.new_zeros(blocks * settings.options.block_size))}
+        return {RESIDUAL: summed(theta.new_zeros(blocks * settings.options.block_size))}
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the sum of what the workers send."""

@@ -48,7 +48,7 @@ from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress.quantise import integer_type, ternarise_
 from prunex_mpi.core.evaluation import check_readable
 from prunex_mpi.core.losses import softened
-from prunex_mpi.core.memory import Declared, common
+from prunex_mpi.core.memory import Declared, shared
 from prunex_mpi.core.state import PRUNED, RunContext, State
 from prunex_mpi.core.task import IMAGES
 from prunex_mpi.methods.declared import GRASP_BELOW
@@ -113,12 +113,12 @@ class PacTrain(Exchange):
         """Allocate the tracker: nothing is pruned and no bucket is stable."""
         count = math.ceil(theta.numel() / bucket_numel(theta.element_size()))
         return {
-            PRUNED: common(torch.zeros_like(theta, dtype=torch.bool)),
-            SUPPORT: common(torch.zeros_like(theta, dtype=torch.bool)),
-            UNCHANGED: common(torch.zeros(count, dtype=torch.int64)),
-            DIGESTS: common(torch.zeros(count, dtype=torch.int64)),
-            STABLE: common(torch.zeros(count, dtype=torch.bool)),
-            CLOCK: common(torch.zeros(1, dtype=torch.int64)),
+            PRUNED: shared(torch.zeros_like(theta, dtype=torch.bool)),
+            SUPPORT: shared(torch.zeros_like(theta, dtype=torch.bool)),
+            UNCHANGED: shared(torch.zeros(count, dtype=torch.int64)),
+            DIGESTS: shared(torch.zeros(count, dtype=torch.int64)),
+            STABLE: shared(torch.zeros(count, dtype=torch.bool)),
+            CLOCK: shared(torch.zeros(1, dtype=torch.int64)),
         }
 
     def prune_(self, done: int) -> float:

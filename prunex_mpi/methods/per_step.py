@@ -27,9 +27,9 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.wire import Wires, reduce_between_nodes_
 from prunex_mpi.core import steps
 from prunex_mpi.core.admm import mean_loss
-from prunex_mpi.core.alike import see_alike_
 from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_local
+from prunex_mpi.core.replica_check import check_replicas_
 from prunex_mpi.core.state import RunContext, agreeing, wires_of
 from prunex_mpi.core.statistics import average_statistics
 from prunex_mpi.core.steps import Rounds
@@ -61,7 +61,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
             with phase(context, this, "inter"):
                 average_statistics(wires, state)
                 if is_due(context, this) and not own.drifts:
-                    see_alike_(wires.everyone, state)
+                    check_replicas_(wires.everyone, state)
                 loss = mean_loss(topology.world, state, loss)
             distance = None
             if own.drifts:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prunex_mpi.compress import low_rank
 from prunex_mpi.compress.sparse import move_whole_, put_whole_
-from prunex_mpi.core.memory import Declared, common, residual
+from prunex_mpi.core.memory import Declared, shared, summed
 from prunex_mpi.methods.exchange import RESIDUAL, Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
@@ -37,7 +37,7 @@ class PowerSgd(Exchange):
         """Allocate what has not been sent yet, and the right factors."""
         split = low_rank.split_layout(layout, settings.options.rank)
         right = low_rank.new_right_factors(split, settings.seed, theta)
-        return {RESIDUAL: residual(torch.zeros_like(theta)), RIGHT_FACTORS: common(right)}
+        return {RESIDUAL: summed(torch.zeros_like(theta)), RIGHT_FACTORS: shared(right)}
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the low-rank part of the sum of residual + gradient.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.core.memory import Declared, common
+from prunex_mpi.core.memory import Declared, shared
 from prunex_mpi.core.removal import remove_
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
@@ -38,7 +38,7 @@ class PruneTrain(Exchange):
     @staticmethod
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate the coefficient of the penalty."""
-        return {COEFFICIENT: common(torch.zeros(1, dtype=torch.float64, device=theta.device))}
+        return {COEFFICIENT: shared(torch.zeros(1, dtype=torch.float64, device=theta.device))}
 
     def add_penalty_(self, loss: Tensor) -> None:
         """Add the (scaled) gradient of the penalty.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.compress import sparse
-from prunex_mpi.core.memory import MEAN, RANK, Declared, Lasting, residual
+from prunex_mpi.core.memory import MEAN, RANK, Declared, Lasting, summed
 from prunex_mpi.core.state import State
 from prunex_mpi.methods.exchange import RESIDUAL, Exchange
 from prunex_mpi.models.layout import Layout
@@ -81,7 +81,7 @@ class SparDl(Exchange):
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate what has not been sent yet and, with teams, how much travels between them."""
         sparse.check_positions(layout)
-        kept = {RESIDUAL: residual(torch.zeros_like(theta))}
+        kept = {RESIDUAL: summed(torch.zeros_like(theta))}
         if settings.options.teams > 1:
             kept[ADAPTED] = Lasting(theta.new_zeros(3, dtype=torch.float64), RANK, MEAN)
         return kept

@@ -20,7 +20,7 @@ from prunex_mpi.compress.chunks import (
     message_bytes,
     position_bytes,
 )
-from prunex_mpi.core.memory import Declared, residual
+from prunex_mpi.core.memory import Declared, summed
 from prunex_mpi.core.state import KNOWN, State
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models import batchnorm
@@ -55,7 +55,7 @@ class SparseLoco(Exchange):
     @staticmethod
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate what has not been sent yet: the leader's, and zero on the other ranks."""
-        return {NOT_SENT: residual(torch.zeros_like(theta))}
+        return {NOT_SENT: summed(torch.zeros_like(theta))}
 
     def exchange_(self, flat: Tensor) -> None:
         """Move z, `flat`, and the statistics by what all leaders send; z_i must be the node's mean.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.compress import sparse
-from prunex_mpi.core.memory import Declared, residual
+from prunex_mpi.core.memory import Declared, summed
 from prunex_mpi.core.state import State
 from prunex_mpi.core.sums import EqualParts
 from prunex_mpi.methods.exchange import RESIDUAL, Exchange
@@ -29,7 +29,7 @@ class TopK(Exchange):
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate what has not been sent yet."""
         sparse.check_positions(layout)
-        return {RESIDUAL: residual(torch.zeros_like(theta))}
+        return {RESIDUAL: summed(torch.zeros_like(theta))}
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the sum of what the workers send; the rest is the new residual."""

@@ -21,7 +21,7 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import require_same, run_collectively
 from prunex_mpi.comm.async_exchange import exchanging_behind
-from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, broadcast_weights_, build_transport
+from prunex_mpi.comm.collectives import BUCKET_MIB, broadcast_weights_, build_transport
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import statistics_of_z
@@ -122,7 +122,9 @@ def _assemble(
     """Build the state around a model that lies on its device. Collective on `world`."""
     world = topology.world
     check_workers(settings, topology)
-    transport = _transport(model, settings)
+    device = next(model.parameters()).device
+    buffers = "device" if settings.mpi_buffers == "device" else "host"
+    transport = build_transport(device, BUCKET_MIB, buffers, settings.piece_kib)
     broadcast_weights_(world, model, transport)
 
     def build() -> tuple[nn.Module, State]:
@@ -162,12 +164,6 @@ def _assemble(
         calibration_batches=len(feed.given),
     )
     return RunContext(state, problem, settings, transport, Heartbeat())
-
-
-def _transport(model: nn.Module, settings: Settings) -> Transport:
-    device = next(model.parameters()).device
-    buffers = "device" if settings.mpi_buffers == "device" else "host"
-    return build_transport(device, BUCKET_MIB, buffers, settings.piece_kib)
 
 
 class Replica:

@@ -15,7 +15,6 @@ from prunex_mpi.comm.agreement import (
     gather_text,
     raise_together,
     require_same,
-    run_collectively,
 )
 from prunex_mpi.comm.topology import build_topology, describe, library_name, rack_name
 
@@ -193,22 +192,6 @@ def test_of_several_errors_the_lowest_ranks_is_raised():
     with pytest.raises(UserError, match=r"^rank 1 on .*: fault 1$") as caught:
         raise_together(WORLD, error)
     assert caught.value.exit_code == 2
-
-
-@pytest.mark.mpi
-def test_together_turns_the_failure_of_one_rank_into_that_of_all():
-    last = WORLD.size - 1
-
-    def action() -> int:
-        if WORLD.rank == last:
-            raise UserError("no such file", UNREADABLE)
-        return WORLD.rank
-
-    with pytest.raises(UserError, match="no such file") as caught:
-        run_collectively(WORLD, action)
-    assert caught.value.exit_code == UNREADABLE
-    # Nobody was left behind in a collective.
-    assert gathered([WORLD.rank]).ravel().tolist() == list(range(WORLD.size))
 
 
 @pytest.mark.mpi

@@ -84,16 +84,6 @@ def test_local_projection_is_the_best_support_of_its_own_candidate(kinds):
         assert np.array_equal(found, best_shared_mask(state, [flat], (1,)))
 
 
-def test_strictness_reaches_the_projection():
-    state = prepare(("channel",))
-    flat = torch.from_numpy(candidate(state, 0))
-    assert project_locally(flat, state, 0.0).all()
-    half = project_locally(flat, state, 0.5)
-    for s in state.groups.kinds[0]:
-        # 0.7 of 4 and of 3 channels.
-        assert half[s.start : s.stop].sum() == s.selections * 3
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
 @pytest.mark.parametrize("kinds", ORDERS[1::3], ids="+".join)

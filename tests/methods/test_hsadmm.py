@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from driving import (
     SMALL_BUCKETS,
+    assert_alike_on_all_ranks,
     by_name,
     difference,
     element_masks,
@@ -270,11 +271,6 @@ def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
         # Zero-fill is exact (the oracle checks that the mean it replaces vanishes).
         for name, mask in element_masks(state).items():
             assert torch.all(by_name(state.z, state)[name][~mask] == 0)
-        # Masks and z are the same bits on all ranks.
-        for array in (state.mask.bits.astype(np.uint8), state.z.cpu().numpy()):
-            reference = array.copy()
-            WORLD.Bcast(reference, root=0)
-            assert np.array_equal(reference, array)
 
 
 @pytest.mark.mpi
@@ -350,9 +346,8 @@ def test_z_is_the_same_bits_on_all_ranks(ranks_per_node, payload, overlap_steps)
     torch.manual_seed(3)
     stream = RandomStream(WORLD.rank, torch.float32)
     for _, state, _ in run_driver(ranks_per_node, CoupledNet(), stream, settings):
-        reference = state.z.cpu().numpy().copy()
-        WORLD.Bcast(reference, root=0)
-        assert np.array_equal(reference, state.z.cpu().numpy())
+        for tensor in (state.z, torch.from_numpy(state.mask.bits.astype(np.uint8))):
+            assert_alike_on_all_ranks(tensor)
         assert state.position.under_way or not state.z[kept_nowhere(state)].any()
 
 
@@ -448,15 +443,6 @@ def converge(**changes):
     stream = Quadratic(WORLD.rank)
     steps = list(run_driver(1, model, stream, settings, loss=half_squares, steps=10))
     return [record for record, _, _ in steps], steps[-1][1]
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_run_stops_when_converged():
-    records, state = converge(freeze_iteration=2)
-    assert records[-1]["status"] == "converged"
-    assert 2 < len(records) < 200
-    assert state.frozen
 
 
 @pytest.mark.any_mpi

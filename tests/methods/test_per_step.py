@@ -29,7 +29,7 @@ from prunex_mpi.base.errors import Diverged
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import VERDICT_BYTES
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.memory import common
+from prunex_mpi.core.memory import shared
 from prunex_mpi.methods import declared
 from prunex_mpi.methods.exchange import RESIDUAL
 from prunex_mpi.methods.exchanges import exchange_of
@@ -313,7 +313,7 @@ def test_ranks_whose_weights_differ_go_on_from_those_of_the_first(
             if record["iteration"] == 1:
                 # MPI has no buffers of bool.
                 kept = torch.tensor([WORLD.rank == 0, True], device=DEVICE)
-                state.memory.declare({"kept": common(kept)})
+                state.memory.declare({"kept": shared(kept)})
             if record["iteration"] == 2 and last:
                 state.theta.mul_(1 + 1e-6)
     assert state.memory["kept"].all()

@@ -166,6 +166,40 @@ def test_resumed_loop_goes_on_bit_for_bit(case: str, stop: int) -> None:
     third.close()
 
 
+class Averaged(torch.optim.Optimizer):
+    """Gradient steps on z, of which the weights are an average: z is the method's word too."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            z = self.state[p].setdefault("z", p.detach().clone())
+            p.lerp_(z.sub_(p.grad, alpha=self.param_groups[0]["lr"]), 0.5)
+
+
+def test_an_optimizer_may_call_its_memory_as_the_method_does() -> None:
+    found = []
+    for stop in (6, 3):
+        torch.manual_seed(0)
+        model, generator = new_model(), torch.Generator().manual_seed(WORLD.rank)
+        given = {"method": "local-sgd", "outer_iterations": 3, "local_steps": 2}
+        replica = prunex_mpi.replicate(WORLD, model, Averaged(model.parameters()), **given)
+        for step in range(6):
+            if step == stop:
+                saved = copy.deepcopy(replica.state_dict())
+                replica.close()
+                model = new_model()
+                replica = prunex_mpi.replicate(WORLD, model, Averaged(model.parameters()), **given)
+                replica.load_state_dict(saved)
+            model(torch.randn(4, 3, 8, 8, generator=generator)).square().sum().backward()
+            replica.step()
+        found.append(replica._context.state.z.clone())
+        replica.close()
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("case", ["prunex removed", "prunex int4", "diloco", "topk"])
 def test_resumes_on_other_nodes_from_what_all_had_in_common(case: str) -> None:
     method, settings, momentum = CASES[case]

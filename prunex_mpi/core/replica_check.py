@@ -1,4 +1,4 @@
-"""What ranks hold alike, bit for bit: whether they do, and the first rank's for all where not.
+"""The replica check: whether ranks hold the same bits; where not, all take the first rank's.
 
 MPI does not promise the same bits of a sum to all ranks, nor do devices of two kinds compute them.
 Ranks that step on the same gradients would part a little more with every step.
@@ -17,14 +17,14 @@ from prunex_mpi.core.state import State, agreeing
 from prunex_mpi.models.layout import bits_digest
 
 
-def holds_alike(wire: Wire, state: State, flat: Tensor) -> bool:
-    """Return whether `flat` is alike on all ranks. Collective on `wire.comm`."""
+def replicas_agree(wire: Wire, state: State, flat: Tensor) -> bool:
+    """Return whether `flat` has the same bits on all ranks. Collective on `wire.comm`."""
     digest = bits_digest(flat)
     with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
         return digests_agree(wire.comm, digest)
 
 
-def take_first_(wire: Wire, state: State, where: str) -> None:
+def adopt_first_replica_(wire: Wire, state: State, where: str) -> None:
     """Go on from the first rank's theta, u, optimizer and shared memory; a line says so.
 
     Collective on `wire.comm`.
@@ -48,7 +48,7 @@ def take_first_(wire: Wire, state: State, where: str) -> None:
         )
 
 
-def see_alike_(wire: Wire, state: State) -> None:
-    """See that theta has the same bits on all ranks of the run. Collective on `wire.comm`."""
-    if wire.comm.size > 1 and not holds_alike(wire, state, state.theta):
-        take_first_(wire, state, "of the run")
+def check_replicas_(wire: Wire, state: State) -> None:
+    """Give all ranks the first one's theta where it differs. Collective on `wire.comm`."""
+    if wire.comm.size > 1 and not replicas_agree(wire, state, state.theta):
+        adopt_first_replica_(wire, state, "of the run")
