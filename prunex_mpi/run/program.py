@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from prunex_mpi.base.errors import FAILURE, UserError, one_line
+from prunex_mpi.base.errors import FAILURE, DamagedCheckpoint, UserError, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import abort_job
 from prunex_mpi.base.single_process import open_closed_streams, parsed, say_error
@@ -129,8 +129,8 @@ def abort_on_exceptions(
 ) -> None:
     """End the whole job when an exception leaves this rank: the others would wait for it.
 
-    One line names rank, host and phase; the traceback follows where an error is not the system's,
-    from one rank only as far as `first_to_report` can tell.
+    One line names rank, host and phase; the traceback follows where an error is not the system's or
+    a file's, from one rank only as far as `first_to_report` can tell.
     """
 
     def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
@@ -139,7 +139,8 @@ def abort_on_exceptions(
             where += f" in {heartbeat.describe()}"
         reason = " ".join(str(value).split())
         print(f"prunex_mpi: error: {where}: {kind.__name__}: {reason}", file=sys.stderr)
-        if not issubclass(kind, OSError | KeyboardInterrupt) and first_to_report():
+        plain = OSError | KeyboardInterrupt | DamagedCheckpoint
+        if not issubclass(kind, plain) and first_to_report():
             sys.__excepthook__(kind, value, trace)
         sys.stderr.flush()
         abort_job(world)

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.jobs
 # The rank that the flag names raises, the others wait for it.
 PROGRAM = """
 import sys
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import DamagedCheckpoint, UserError
 from prunex_mpi.run import program
 
 program.ALIKE_S = 1.0
@@ -16,6 +16,8 @@ program.ALIKE_S = 1.0
 def run(world, rank):
     if rank in ("all", str(world.rank)):
         raise UserError("the disk is gone; take another", 3)
+    if rank == "damaged" and world.rank == 1:
+        raise DamagedCheckpoint("rank-00001.safetensors is missing")
     world.Barrier()
 
 sys.exit(program.run_program("program", lambda argv: argv[0], run, None))
@@ -32,3 +34,11 @@ def test_an_error_of_one_rank_alone_ends_all_with_its_line(tmp_path, rank, code)
     assert line.endswith("the disk is gone; take another")
     assert ("rank 1 on " in line) == (rank == "1")
     assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_that_one_rank_can_not_read_again_ends_all_with_a_line(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = run_job(2, ["program.py", "damaged"], tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "rank-00001.safetensors is missing" in done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
