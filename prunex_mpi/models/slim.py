@@ -283,7 +283,7 @@ ATTENTIONS = (nn.MultiheadAttention, SlimAttention)
 
 TORCH_FILES = str(Path(torch.__file__).parent / "_")[:-1]
 # Functions of modes, which stand between a line of code and torch.
-PASSING = ("__torch_function__", "call_corrected", "run_corrected")
+MODE_FUNCTIONS = ("__torch_function__", "call_corrected", "run_corrected")
 # By line of code, for each torch call in it what it asks for and gets: [asked, given] or None for
 # each argument, in their order; {"sizes": [...]} for pieces; {"whole": [argument, dimension, size,
 # places of what is left], "back": dimension of the result, "numbers": [...]} where zeros are filled
@@ -321,7 +321,7 @@ def call_site(frame: FrameType | None) -> str:
         if code.co_filename.startswith(TORCH_FILES):
             if code.co_name == "_call_impl":
                 break
-        elif code.co_name not in PASSING:
+        elif code.co_name not in MODE_FUNCTIONS:
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()
             return f"{code.co_name}: {text or frame.f_lineno}"
         frame = frame.f_back

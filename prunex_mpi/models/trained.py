@@ -15,7 +15,6 @@ from urllib.parse import urlparse
 
 import torch
 import torchvision
-from filelock import FileLock
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -148,8 +147,8 @@ def _holds(found: Any, key: str) -> bool:
 def find_torchvision_file(model: str) -> tuple[Path, Moments]:
     """Return the file of torchvision's best weights of `model`, and (mean, std) of its images.
 
-    It is in torch's cache (TORCH_HOME), or one process downloads it there while others wait. Raises
-    UserError for a model that torchvision has no weights for and when the file can't be downloaded.
+    It is in torch's cache (TORCH_HOME), or is downloaded there. Raises UserError for a model that
+    torchvision has no weights for and when the file can't be downloaded.
     """
     known = torchvision.models.list_models(module=torchvision.models)
     if model not in known:
@@ -163,14 +162,12 @@ def find_torchvision_file(model: str) -> tuple[Path, Moments]:
     path = folder / os.path.basename(urlparse(weights.url).path)
 
     try:
-        # What is there is whole: it gets its name last. And the cache may not be ours to write.
+        # What is there is whole: it gets its name last.
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / f".{path.name}.lock"):
-                if not path.exists():
-                    prefix = torch.hub.HASH_REGEX.search(path.name)
-                    digest = prefix.group(1) if prefix else None
-                    torch.hub.download_url_to_file(weights.url, str(path), digest, progress=False)
+            prefix = torch.hub.HASH_REGEX.search(path.name)
+            digest = prefix.group(1) if prefix else None
+            torch.hub.download_url_to_file(weights.url, str(path), digest, progress=False)
     # No network, no room, another file than was promised.
     except Exception as error:
         raise UserError(
@@ -178,10 +175,10 @@ def find_torchvision_file(model: str) -> tuple[Path, Moments]:
             "another machine, or set TORCH_HOME to a cache that has it",
             UNREADABLE,
         ) from None
-    look = weights.transforms()
+    transforms = weights.transforms()
     if model in WITH_AUXILIARY_HEADS:
         return path, CENTRED
-    return path, (tuple(map(float, look.mean)), tuple(map(float, look.std)))
+    return path, (tuple(map(float, transforms.mean)), tuple(map(float, transforms.std)))
 
 
 def fit_(

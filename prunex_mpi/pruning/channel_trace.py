@@ -211,7 +211,7 @@ class Trace(TorchFunctionMode):
             args, kwargs = by_position(args, kwargs)
             try:
                 whole = self.follow(result, func, args, kwargs)
-                _ask_numbers(labels, whole)
+                _request_numbers(labels, whole)
             except UserError:
                 raise
             # An unexpected signature: nothing is known about the result.
@@ -279,10 +279,10 @@ def _kind_of(leaf: object) -> Hashable:
     return tuple(min(n, SIZE) for n in leaf.shape), leaf.dtype, None if drawn else id(leaf)
 
 
-def _ask_numbers(labels: Labels, whole: bool) -> None:
+def _request_numbers(labels: Labels, whole: bool) -> None:
     """Record that a call gets the same numbers in a smaller network, as the scale of attention."""
     kinds = (float, int) if whole else (float,)
-    labels.ask([leaf if type(leaf) in kinds else None for leaf in flatten(labels.given)])
+    labels.request([leaf if type(leaf) in kinds else None for leaf in flatten(labels.given)])
 
 
 def follow_input(model: nn.Module, inputs: Inputs, rules: Rules) -> Labels:

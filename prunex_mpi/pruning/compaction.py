@@ -22,15 +22,15 @@ View = tuple[tuple[int, int, int], np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The indices of kept rows or channels, and of those that are `gone`.
+class Indices:
+    """The indices of kept rows or channels, and of `pruned` ones.
 
     `place` is the position of each among the kept ones, arbitrary for pruned ones. `factor` is 0
     for elements of pruned ones and 1 for others, float32.
     """
 
     index: Tensor
-    gone: Tensor
+    pruned: Tensor
     place: Tensor
     factor: Tensor
 
@@ -47,8 +47,8 @@ class Piece:
     start: int
     kept: int
     shape: tuple[int, int, int] | None = None
-    rows: Kept | None = None
-    channels: Kept | None = None
+    rows: Indices | None = None
+    channels: Indices | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.d
         for layer, found in zip(groups.layers, layer_masks(mask, groups), strict=True)
         if not all(bits is None or bits.all() for bits in found)
     }
-    known = _find_kept(views.values(), device)
+    known = _make_indices(views.values(), device)
     pieces: list[Piece] = []
     start = 0
     for number, segment in enumerate(layout.segments):
@@ -169,7 +169,7 @@ def _view_of_kept(layer: PrunableLayer, found: LayerMask) -> View:
     return (layer.rows, layer.columns, 1), rows, columns[0]
 
 
-def _find_kept(views: Iterable[View], device: torch.device) -> dict[tuple[bytes, int], Kept]:
+def _make_indices(views: Iterable[View], device: torch.device) -> dict[tuple[bytes, int], Indices]:
     """Return the indices of the rows and channels of `views`, by bits and kernel.
 
     Without those that keep all. Coupled layers share theirs.
@@ -187,7 +187,7 @@ def _find_kept(views: Iterable[View], device: torch.device) -> dict[tuple[bytes,
         factors.append(np.repeat(bits, kernel).astype(np.float32))
     flat = put_together(indices, device)
     found = zip(flat[::3], flat[1::3], flat[2::3], put_together(factors, device), strict=True)
-    return {key: Kept(*tensors) for key, tensors in zip(masked, found, strict=True)}
+    return {key: Indices(*tensors) for key, tensors in zip(masked, found, strict=True)}
 
 
 def pack_(
@@ -281,7 +281,7 @@ def _unpack_piece_(p: Piece, source: Tensor, target: Tensor) -> None:
         else:
             set_rows_(target, p.rows.index[at], _spread(p, kept))
     if p.rows is not None:
-        set_rows_(target, p.rows.gone, 0.0)
+        set_rows_(target, p.rows.pruned, 0.0)
 
 
 def _spread(p: Piece, kept: Tensor, out: Tensor | None = None) -> Tensor:

@@ -68,7 +68,7 @@ Wanted = tuple[int, np.ndarray] | float | None
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the arguments of a torch call must be, or the sizes of its `pieces`; see `Asked`."""
+    """What the arguments of a torch call must be, or the sizes of its `pieces`; see `Request`."""
 
     site: Site
     wanted: tuple[Wanted, ...]

@@ -14,7 +14,6 @@ from prunex_mpi.models.slim import flatten
 from prunex_mpi.pruning.labels import (
     CUTTING,
     RESHAPING,
-    Cut,
     Labels,
     Size,
     counts,
@@ -49,7 +48,7 @@ def shape(
     outputs = list(tensors_in([result]))
     moved = _moved(labels, outputs, func, args, kwargs)
     if name not in CUTTING:
-        _ask(labels, name, args, moved)
+        _request_sizes(labels, name, args, moved)
     elif not _cut(labels, name, args, kwargs):
         labels.pin(operands, counts(name))
     for tensor, found in zip(outputs, moved, strict=True):
@@ -117,10 +116,10 @@ def _align(
             labels.join(*thin(found[0], other))
 
 
-def _ask(labels: Labels, name: str, args: tuple, moved: list[Tensor]) -> None:
+def _request_sizes(labels: Labels, name: str, args: tuple, moved: list[Tensor]) -> None:
     """Record that a reshaped tensor is rectangular, and which arguments are its sizes."""
     for found in moved:
-        _ask_rectangular(labels, found)
+        labels.keep_rectangular(found)
     if name not in RESHAPING or len(moved) != 1:
         return
     few, (given, named) = thin(moved[0])[0], labels.given
@@ -137,7 +136,7 @@ def _ask(labels: Labels, name: str, args: tuple, moved: list[Tensor]) -> None:
         # -1 is found by torch, and 1 is no channels.
         if leaves[place] > 1:
             wanted[place] = Size(few, dim, leaves[place])
-    labels.ask(wanted)
+    labels.request(wanted)
 
 
 def _cut(labels: Labels, name: str, args: tuple, kwargs: dict[str, object]) -> bool:
@@ -155,8 +154,8 @@ def _cut(labels: Labels, name: str, args: tuple, kwargs: dict[str, object]) -> b
         if (dim := dim % found.dim()) in varying(found):
             piece = Size(found, dim, length, start, start + length)
             labels.pieces.append(piece)
-            labels.ask([None, None, Size(found, dim, start, 0, start), piece])
-            _ask_rectangular(labels, found)
+            labels.request([None, None, Size(found, dim, start, 0, start), piece])
+            labels.keep_rectangular(found)
         return True
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0) % found.dim()
     if dim not in varying(found):
@@ -167,8 +166,8 @@ def _cut(labels: Labels, name: str, args: tuple, kwargs: dict[str, object]) -> b
     ends = [0, *itertools.accumulate(map(len, cut))]
     sizes = [Size(found, dim, b - a, a, b) for a, b in itertools.pairwise(ends)]
     labels.pieces += sizes
-    labels.ask(sizes, pieces=True)
-    _ask_rectangular(labels, found)
+    labels.request(sizes, pieces=True)
+    labels.keep_rectangular(found)
     return True
 
 
@@ -194,7 +193,7 @@ def _index(labels: Labels, found: Tensor, index: object) -> bool:
                 sound &= _fix_beside(labels, found, dim)
             dim += 1
         wanted += numbers
-    labels.ask(wanted)
+    labels.request(wanted)
     return sound
 
 
@@ -218,15 +217,10 @@ def _slice(
     return True
 
 
-def _ask_rectangular(labels: Labels, found: Tensor) -> None:
-    if len(varying(found)) > 1:
-        labels.cuts.append(Cut(thin(found)[0]))
-
-
 def _fix(labels: Labels, found: Tensor, dim: int) -> bool:
     """Record that one index of a dimension is taken, so that its size must stay."""
     if dim in varying(found):
-        labels.cuts.append(Cut(thin(found)[0], (dim,)))
+        labels.keep_rectangular(found, (dim,))
     return True
 
 

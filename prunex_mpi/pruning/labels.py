@@ -51,7 +51,7 @@ Site = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A call of a module's code with numbers: what is wanted of each argument, None for any.
 
     `pieces`: instead these are the sizes of what the call cuts its first argument into.
@@ -121,7 +121,7 @@ class Labels:
             id(buffer): name for name, buffer in model.named_buffers() if is_blank(model, name)
         }
         self.cuts: list[Cut] = []
-        self.calls: list[Asked] = []
+        self.calls: list[Request] = []
         # What tensors are cut into, none of which may become empty.
         self.pieces: list[Size] = []
         # The call that is being followed: its name, "" for none, where it is, and its arguments as
@@ -265,11 +265,11 @@ class Labels:
             known[name] = labels
         return True
 
-    def ask(self, wanted: Sequence[Size | float | None], pieces: bool = False) -> None:
+    def request(self, wanted: Sequence[Size | float | None], pieces: bool = False) -> None:
         """Record what is wanted of the arguments of the call that is being followed."""
         # Torch's own modules are resized by their attributes.
         if self.site[1] and any(w is not None for w in wanted):
-            self.calls.append(Asked(self.site, tuple(wanted), pieces))
+            self.calls.append(Request(self.site, tuple(wanted), pieces))
 
     def mix(self, x: Tensor, dim: int, filled: bool = True, back: int | None = None) -> bool:
         """Record that the call being followed reads all channels of `x`, along `dim`, together.
@@ -283,9 +283,13 @@ class Labels:
             return False
         numbers = tuple(leaf if type(leaf) in (int, float) else None for leaf in leaves)
         self.mixed.append(Mixed(self.site, place, own, dim % x.dim(), filled, back, numbers))
-        if len(varying(own)) > 1:
-            self.cuts.append(Cut(own))
+        self.keep_rectangular(own)
         return True
+
+    def keep_rectangular(self, labels: Tensor, fixed: tuple[int, ...] = ()) -> None:
+        """Record that a tensor stays rectangular, and the dimensions whose sizes stay."""
+        if fixed or len(varying(labels)) > 1:
+            self.cuts.append(Cut(thin(labels)[0], fixed))
 
     def count(self, name: str, positions: int) -> None:
         """Add to the number of positions at which the weight `name` is applied."""

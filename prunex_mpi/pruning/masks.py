@@ -31,14 +31,14 @@ class LayerMask(NamedTuple):
 class LayerFactors(NamedTuple):
     """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns], or None.
 
-    `gone` holds the indices of pruned rows of all blocks. `weights` [blocks, rows, columns] are in
-    place of both where kernels or parts of them are pruned.
+    `pruned` holds the indices of pruned rows of all blocks. `weights` [blocks, rows, columns] are
+    in place of both where kernels or parts of them are pruned.
     """
 
     layer: int
     rows: Tensor | None = None
     columns: Tensor | None = None
-    gone: Tensor | None = None
+    pruned: Tensor | None = None
     weights: Tensor | None = None
 
 
@@ -131,8 +131,8 @@ def build_factors(
     whole = [bits for layer in layers if layer.weights is None for bits in layer[:2]]
     masked = {bits.tobytes(): bits.reshape(-1) for bits in whole if not bits.all()}
     factors = put_together(list(masked.values()), device, dtype)
-    gone = put_together([np.flatnonzero(~bits) for bits in masked.values()], device)
-    known = dict(zip(masked, zip(factors, gone, strict=True), strict=True))
+    pruned = put_together([np.flatnonzero(~bits) for bits in masked.values()], device)
+    known = dict(zip(masked, zip(factors, pruned, strict=True), strict=True))
     inside = [w.reshape(-1) for _, _, w in layers if w is not None and not w.all()]
     parts = iter(put_together(inside, device, dtype))
 
@@ -183,7 +183,7 @@ def mask_views_(views: list[Tensor], factors: Factors) -> None:
         if entry.rows is None:
             continue
         if view.shape[2] > 1:
-            set_rows_(view.view(-1, view.shape[2]), entry.gone, 0.0)
+            set_rows_(view.view(-1, view.shape[2]), entry.pruned, 0.0)
         else:
             view.mul_(entry.rows)
 

@@ -70,14 +70,14 @@ def group_energies(
             energies.append(sums.view(-1))
             continue
         by_row = selection.kind == "filter"
-        sums = torch.cat(_slice_energies(views[number], (by_row, not by_row), masks.get(number)))
+        sums = torch.cat(_slice_squares(views[number], (by_row, not by_row), masks.get(number)))
         if selection.kind == "channel":
             sums = sums.view(layer.blocks * layer.channels, layer.kernel).sum(dim=1)
         energies.append(sums)
     return torch.cat(energies).cpu()
 
 
-def _slice_energies(
+def _slice_squares(
     view: Tensor, dims: Sequence[bool], factors: LayerFactors | None
 ) -> list[Tensor]:
     """Return the masked squares of `view` summed by row [blocks * rows], column or both, in parts.
@@ -123,7 +123,7 @@ def _coupled_scores(
     sums = [
         part
         for number, *dims in scored.tensors
-        for part in _slice_energies(views[number], dims, masks.get(number))
+        for part in _slice_squares(views[number], dims, masks.get(number))
     ]
     # One transfer; sums on the host are float64.
     energies = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]

@@ -1,15 +1,19 @@
-"""Masks drawn at random, and networks with zeros where they say."""
+"""Masks drawn at random, networks with zeros where they say, and the projection of vectors."""
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import Coupling
+from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.pruning.masks import build_factors, make_mask
+from prunex_mpi.pruning.projection import group_energies, select
 
 
-def draw(coupling: Coupling) -> np.ndarray:
+def draw(coupling: Coupling, seed: int = 0) -> np.ndarray:
     """Remove about half of the groups, but not all of a set."""
-    removed = np.random.default_rng(0).random(coupling.total) < 0.5
+    removed = np.random.default_rng(seed).random(coupling.total) < 0.5
     for s in coupling.sets:
         if removed[s.start : s.start + s.count].all():
             removed[s.start] = False
@@ -23,3 +27,19 @@ def mask_(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> None:
         for dim, ids in coupling.slices(name):
             gone = np.flatnonzero((ids >= 0) & removed[ids])
             p.index_fill_(dim, torch.from_numpy(gone), 0)
+
+
+def project(
+    flat: Tensor, layout: Layout, groups: Groups, progress: float = 1.0
+) -> tuple[Tensor, np.ndarray]:
+    """Return the projection of `flat` and its mask: kinds one after the other."""
+    mask, result = np.ones(groups.total, dtype=bool), flat.clone()
+    for selections in groups.kinds:
+        # What the kinds before have left of `flat` is what `result` is.
+        left = build_factors(mask, groups, flat.device, flat.dtype)
+        found = group_energies(flat, layout, groups, selections, left).numpy()
+        same = group_energies(result, layout, groups, selections).numpy()
+        np.testing.assert_allclose(found, same, rtol=1e-6)
+        mask[selections[0].start : selections[-1].stop] = select(same, selections, progress)
+        make_mask(layout, groups, mask, flat).apply_(result)
+    return result, mask

@@ -1,9 +1,9 @@
 """Code that works at full size alone: what it touches stays, all else is pruned."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from masking import draw
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
@@ -99,10 +99,7 @@ def test_what_cannot_be_followed_stays_and_all_else_is_pruned(model, pruned):
     coupling = find_coupling(network, Images(SIDE), rules)
     assert {s.name for s in coupling.sets} == pruned
     for seed in range(3):
-        removed = np.random.default_rng(seed).random(coupling.total) < 0.5
-        for s in coupling.sets:
-            removed[s.start] = False
-        assert attempt(network, coupling, removed, Images(SIDE)) is None
+        assert attempt(network, coupling, draw(coupling, seed), Images(SIDE)) is None
 
 
 def test_what_nothing_helps_is_refused_in_one_line():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from counts import BY_HAND
+from masking import project
 from pretended import GPU, pretended_gpu
 from torch import nn
 
@@ -14,12 +15,15 @@ from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import Plan, build_plan, pack_, unpack_, with_index
-from prunex_mpi.pruning.groups import Groups, find_groups
+from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_, with_index
+from prunex_mpi.pruning.groups import PATTERNS, Groups, find_groups
 from prunex_mpi.pruning.masks import Mask, apply_factors_, build_factors, kept_numel
 from prunex_mpi.pruning.projection import select
 
 ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
+INSIDE = [("pattern",), ("kernel",), ("kernel", "pattern"), ("pattern", "kernel")]
+INSIDE += [o for kind in ("filter", "channel") for o in ((kind, "pattern"), ("pattern", kind))]
+INSIDE += [("shape", "pattern", "kernel"), ("channel", "kernel", "filter", "pattern")]
 CPU = torch.device("cpu")
 
 
@@ -29,6 +33,8 @@ def convolutions() -> nn.Module:
         nn.Conv2d(3, 8, 3),
         nn.BatchNorm2d(8),
         nn.Conv2d(8, 6, 3),
+        nn.Conv2d(4, 6, 3, groups=2, dilation=2),
+        nn.Conv3d(2, 2, (1, 3, 3)),
         nn.Conv2d(6, 8, 1, bias=False),
         nn.Conv2d(8, 12, (3, 2), groups=4),
         nn.Conv2d(6, 6, 3, groups=6),
@@ -100,24 +106,54 @@ def test_a_mask_goes_to_a_gpu_in_few_copies(kinds):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("length", [5, 2**16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
-def test_expanding_what_was_compacted_is_multiplying_by_the_mask(kinds, dtype, length, monkeypatch):
+def walked(layout: Layout, groups: Groups, mask: np.ndarray) -> torch.Tensor:
+    """Return the 0/1 vector of a mask by walking over the kernels and slices of all groups."""
+    support = np.ones(layout.numel)
+    for s in itertools.chain(*groups.kinds):
+        layer, bits = groups.layers[s.layer], mask[s.start : s.stop]
+        segment = layout.segments[layer.segment]
+        out, inputs = segment.shape[:2]
+        kernels = support[segment.place].reshape(out, inputs, -1)
+        for o, c in itertools.product(range(out), range(inputs)):
+            block = o // layer.rows
+            if s.kind == "pattern":
+                kernels[o, c] *= PATTERNS[bits.reshape(out, inputs, 4)[o, c]].any(axis=0)
+            elif s.kind == "kernel":
+                kernels[o, c] *= bits.reshape(out, inputs)[o, c]
+            elif s.kind == "filter":
+                kernels[o, c] *= bits[o]
+            elif s.kind == "channel":
+                kernels[o, c] *= bits.reshape(layer.blocks, inputs)[block, c]
+            else:
+                kernels[o, c] *= bits.reshape(layer.blocks, inputs, -1)[block, c]
+    return torch.from_numpy(support)
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(5, torch.float64), (2**16, torch.float32)])
+@pytest.mark.parametrize("kinds", [*ORDERS, *INSIDE], ids="+".join)
+def test_masks_payloads_and_counts_are_those_of_walking(kinds, length, dtype, monkeypatch):
     monkeypatch.setattr(layouts, "CPU_TILE", length)
     layout, groups = prepare(kinds)
     torch.manual_seed(0)
     flat = torch.randn(layout.numel, dtype=dtype)
-    for mask in masks(groups, seed=len(kinds)):
-        expected = flat.clone()
-        apply_factors_(expected, layout, groups, build_factors(mask, groups, CPU, dtype))
+    # What a projection of it keeps, on the ramp and behind it, and others.
+    projected = [project(flat, layout, groups, progress)[1] for progress in (0.6, 1.0)]
+    for mask in (*projected, *masks(groups, seed=len(kinds))):
+        expected = flat * walked(layout, groups, mask).to(dtype)
+        found = flat.clone()
+        apply_factors_(found, layout, groups, build_factors(mask, groups, CPU, dtype))
+        assert torch.equal(found, expected)
         plan = build_plan(layout, groups, mask, CPU)
+        # Random weights are never zero themselves.
+        assert plan.numel == int(expected.count_nonzero())
         assert plan.numel == layout.numel - groups.prunable_numel + sum(kept_numel(mask, groups))
         payload = torch.full((plan.numel + 5,), 17, dtype=dtype)
         pack_(flat, plan, payload)
         # What lies behind the parameters belongs to others.
         assert torch.equal(payload[plan.numel :], torch.full((5,), 17, dtype=dtype))
-        assert torch.equal(payload[: plan.numel].sort().values, kept_values(expected, layout, plan))
+        assert torch.equal(
+            payload[: plan.numel].sort().values, expected[expected != 0].sort().values
+        )
         result = torch.full_like(flat, torch.nan)
         unpack_(payload, plan, result)
         assert torch.equal(result, expected)
@@ -147,13 +183,6 @@ def test_an_index_moves_what_pieces_move():
         unpack_(payload, plan, result)
         unpack_(payload, indexed, spread)
         assert torch.equal(spread, result)
-
-
-def kept_values(masked: torch.Tensor, layout: Layout, plan: Plan) -> torch.Tensor:
-    """Return all elements that must travel, sorted; random weights are never zero themselves."""
-    values = masked[masked != 0]
-    assert values.numel() == plan.numel <= layout.numel
-    return values.sort().values
 
 
 def test_digests_tell_masks_and_layouts_apart():

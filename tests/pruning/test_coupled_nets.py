@@ -252,11 +252,7 @@ def test_whatever_is_removed_the_code_runs():
     assert rules == Rules()
     coupling = find_coupling(model, Images(SIDE), rules)
     for seed in range(5):
-        rng = np.random.default_rng(seed)
-        removed = rng.random(coupling.total) < 0.5
-        for s in coupling.sets:
-            removed[s.start + rng.integers(s.count)] = False
-        assert attempt(model, coupling, removed, Images(SIDE)) is None
+        assert attempt(model, coupling, draw(coupling, seed), Images(SIDE)) is None
 
 
 def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(monkeypatch):

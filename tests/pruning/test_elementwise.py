@@ -1,9 +1,9 @@
 """Operations that work element by element are followed without a rule for each."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from masking import draw
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -114,10 +114,7 @@ FOLLOWED = {
 def test_channels_pass_what_works_element_by_element(name):
     model, coupling = find(FOLLOWED[name])
     assert (coupling.rows["0.weight"] >= 0).all()
-    removed = np.random.default_rng(0).random(coupling.total) < 0.5
-    for s in coupling.sets:
-        removed[s.start] = False
-    assert attempt(model, coupling, removed, Images(SIDE)) is None
+    assert attempt(model, coupling, draw(coupling), Images(SIDE)) is None
 
 
 NO_NUMBER = "of zeros is no number, or has no slope"

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from masking import draw
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -107,10 +107,7 @@ def test_numbers_in_code_follow_the_channels_that_are_left(model):
     coupling = find_coupling(model, Images(SIDE), Rules())
     assert (coupling.rows["0.weight"] >= 0).all()
     for seed in range(3):
-        removed = np.random.default_rng(seed).random(coupling.total) < 0.5
-        for s in coupling.sets:
-            removed[s.start] = False
-        assert attempt(model, coupling, removed, Images(SIDE)) is None
+        assert attempt(model, coupling, draw(coupling, seed), Images(SIDE)) is None
 
 
 def summed(x: Tensor) -> Tensor:

@@ -6,25 +6,22 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from masking import project
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
+from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.groups import Groups, find_groups
-from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel
-from prunex_mpi.pruning.projection import group_energies, select
+from prunex_mpi.pruning.masks import kept_numel
+from prunex_mpi.pruning.projection import select
 
 CPU = torch.device("cpu")
 # Which rows and columns of a kernel a pattern keeps, in the order in which ties are settled.
 KEEPS = (((1, 2), (1, 2)), ((1, 2), (0, 1)), ((0, 1), (1, 2)), ((0, 1), (0, 1)))
-ORDERS = [("pattern",), ("kernel",), ("kernel", "pattern"), ("pattern", "kernel")]
-ORDERS += [o for kind in ("filter", "channel") for o in ((kind, "pattern"), ("pattern", kind))]
-ORDERS += [("shape", "pattern", "kernel"), ("channel", "kernel", "filter", "pattern")]
 
 
 def convolutions() -> nn.Module:
@@ -50,20 +47,6 @@ def prepare(kinds: Sequence[str], ratio: float = 0.4) -> tuple[Layout, Groups]:
     model = convolutions()
     layout = build_layout(model)
     return layout, find_groups(model, layout, kinds, [ratio])
-
-
-def project(
-    flat: Tensor, layout: Layout, groups: Groups, strictness: float = 1.0
-) -> tuple[Tensor, np.ndarray]:
-    """Return the projection of `flat` and its mask: kinds one after the other."""
-    mask, result = np.ones(groups.total, dtype=bool), flat.clone()
-    for selections in groups.kinds:
-        left = build_factors(mask, groups, CPU, flat.dtype)
-        energies = group_energies(flat, layout, groups, selections, left).numpy()
-        mask[selections[0].start : selections[-1].stop] = select(energies, selections, strictness)
-        factors = build_factors(mask, groups, CPU, flat.dtype)
-        apply_factors_(result, layout, groups, factors)
-    return result, mask
 
 
 def kernels_of(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.ndarray]:
@@ -133,58 +116,6 @@ def test_kernels_of_a_layer_compete_and_the_lowest_go():
         wanted = sorted(range(len(before)), key=lambda i: -energies[i])[: -(-2 * len(before) // 5)]
         for number, (k, left) in enumerate(zip(before, after, strict=True)):
             assert np.array_equal(left, k * (number in wanted))
-
-
-def walked(layout: Layout, groups: Groups, mask: np.ndarray) -> Tensor:
-    """Return the 0/1 vector of a mask by walking over the kernels and slices of all groups."""
-    support = torch.ones(layout.numel, dtype=torch.float64)
-    for s in itertools.chain(*groups.kinds):
-        layer, bits = groups.layers[s.layer], mask[s.start : s.stop].astype(float)
-        weight = layout.views(support)[layer.segment]
-        out, inputs = weight.shape[:2]
-        kernel = weight.view(out, inputs, -1)
-        for o, c in itertools.product(range(out), range(inputs)):
-            block = o // layer.rows
-            if s.kind == "pattern":
-                chosen = bits.reshape(out, inputs, 4)[o, c]
-                weight[o, c] *= torch.from_numpy(covered(np.flatnonzero(chosen)))
-            elif s.kind == "kernel":
-                weight[o, c] *= bits.reshape(out, inputs)[o, c]
-            elif s.kind == "filter":
-                weight[o, c] *= bits[o]
-            elif s.kind == "channel":
-                weight[o, c] *= bits.reshape(layer.blocks, inputs)[block, c]
-            else:
-                kernel[o, c] *= torch.from_numpy(bits.reshape(layer.blocks, inputs, -1)[block, c])
-    return support
-
-
-@pytest.mark.parametrize("length", [5, 2**16])
-@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
-def test_packing_and_counts_are_those_of_walking_over_the_groups(kinds, length, monkeypatch):
-    monkeypatch.setattr(layouts, "CPU_TILE", length)
-    layout, groups = prepare(kinds)
-    random = np.random.default_rng(0)
-    flat = torch.from_numpy(random.standard_normal(layout.numel))
-    candidates = [torch.from_numpy(random.random(layout.numel)) for _ in range(2)]
-    voted = [project(candidate, layout, groups)[1] for candidate in candidates]
-    # A choice, a union of two nodes' choices, a place on the ramp, any bits at all, everything.
-    drawn = random.random(groups.total) < 0.5
-    halfway = project(flat, layout, groups, 0.6)[1]
-    for mask in (voted[0], voted[0] | voted[1], halfway, drawn, np.ones_like(drawn)):
-        expected = flat * walked(layout, groups, mask)
-        found = flat.clone()
-        apply_factors_(found, layout, groups, build_factors(mask, groups, CPU, flat.dtype))
-        assert torch.equal(found, expected)
-        plan = build_plan(layout, groups, mask, CPU)
-        assert plan.numel == int((expected != 0).sum())
-        assert plan.numel == layout.numel - groups.prunable_numel + sum(kept_numel(mask, groups))
-        payload = flat.new_full((plan.numel,), torch.nan)
-        pack_(flat, plan, payload)
-        assert torch.equal(payload, expected[expected != 0])
-        result = torch.full_like(flat, torch.nan)
-        unpack_(payload, plan, result)
-        assert torch.equal(result, expected)
 
 
 def test_a_composition_goes_on_with_what_is_left():

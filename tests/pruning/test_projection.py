@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from masking import project
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -17,10 +18,8 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import Groups, find_groups, out_of_reach
-from prunex_mpi.pruning.masks import apply_factors_, build_factors, kept_numel, mask_drift
+from prunex_mpi.pruning.masks import apply_factors_, build_factors, mask_drift
 from prunex_mpi.pruning.projection import group_energies, kept_count, select, with_budget
-
-ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
 
 
 class Convolutions(nn.Module):
@@ -47,23 +46,6 @@ def prepare(
     return layout, find_groups(model, layout, kinds, ratios)
 
 
-def project(
-    flat: Tensor, layout: Layout, groups: Groups, strictness: float = 1.0
-) -> tuple[Tensor, np.ndarray]:
-    """Return the projection of `flat` and its mask: kinds one after the other."""
-    mask, result = np.ones(groups.total, dtype=bool), flat.clone()
-    for selections in groups.kinds:
-        energies = group_energies(result, layout, groups, selections).numpy()
-        # What the kinds before have left of `flat` is what `result` is.
-        left = build_factors(mask, groups, flat.device, flat.dtype)
-        same = group_energies(flat, layout, groups, selections, left).numpy()
-        np.testing.assert_allclose(same, energies, rtol=1e-6)
-        mask[selections[0].start : selections[-1].stop] = select(energies, selections, strictness)
-        factors = build_factors(mask, groups, flat.device, flat.dtype)
-        apply_factors_(result, layout, groups, factors)
-    return result, mask
-
-
 def group_elements(shape: Sequence[int], conv_groups: int, kind: str) -> list[list[np.ndarray]]:
     """Return the flat indices of each group of a weight, one list per independent selection."""
     index = np.arange(math.prod(shape)).reshape(shape)
@@ -77,20 +59,6 @@ def group_elements(shape: Sequence[int], conv_groups: int, kind: str) -> list[li
         else:
             selections.append([block[:, c].reshape(-1) for c in range(shape[1])])
     return selections
-
-
-def naive_support(model: nn.Module, layout: Layout, groups: Groups, mask: np.ndarray) -> np.ndarray:
-    """Return the 0/1 vector of a mask by walking over all groups of all layers."""
-    modules = dict(model.named_modules())
-    support = np.ones(layout.numel)
-    for selection in itertools.chain(*groups.kinds):
-        segment = layout.segments[groups.layers[selection.layer].segment]
-        conv = modules[segment.name.removesuffix(".weight")]
-        every = group_elements(segment.shape, conv.groups, selection.kind)
-        members = list(itertools.chain(*every))
-        for bit, elements in zip(mask[selection.start : selection.stop], members, strict=True):
-            support[segment.offset + elements] *= bit
-    return support
 
 
 @pytest.mark.parametrize("kind", ["filter", "channel", "shape"])
@@ -116,23 +84,6 @@ def test_projection_keeps_alpha_groups_and_the_most_energy_of_all_supports(kind,
             energy = [squares[piece][g].sum() for g in candidates]
             best = max(sum(c) for c in itertools.combinations(energy, alpha))
             assert np.dot(kept, energy) == pytest.approx(best, rel=1e-12)
-
-
-@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
-def test_masks_factors_and_counts_agree_with_walking_over_the_groups(kinds):
-    model = Convolutions()
-    layout, groups = prepare(model, kinds)
-    torch.manual_seed(0)
-    flat = torch.randn(layout.numel)
-    result, mask = project(flat, layout, groups)
-    support = naive_support(model, layout, groups, mask)
-    assert torch.equal(result, flat * torch.from_numpy(support).float())
-    kept = [
-        int(support[s.offset : s.offset + s.numel].sum())
-        for s in (layout.segments[layer.segment] for layer in groups.layers)
-    ]
-    assert kept_numel(mask, groups) == kept
-    assert groups.prunable_numel == sum(layer.numel for layer in groups.layers)
 
 
 @pytest.mark.parametrize("kind", ["filter", "channel", "shape"])
