@@ -111,7 +111,7 @@ def run_collectively(world: MPI.Comm, action: Callable[[], T]) -> T:
     return result
 
 
-def run_on_first(world: MPI.Comm, action: Callable[[], T]) -> T | None:
+def run_on_root(world: MPI.Comm, action: Callable[[], T]) -> T | None:
     """Return `action()` on rank 0, None elsewhere; its UserError is everyone's. Collective."""
     return run_collectively(world, lambda: action() if world.rank == 0 else None)
 

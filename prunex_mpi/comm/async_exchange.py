@@ -37,16 +37,16 @@ class AsyncExchange:
         self.clock = Clock()
         self.stream = cuda.Stream() if cuda.is_initialized() else None
         self.pool = ThreadPoolExecutor(1, HELPER, cuda.set_stream, (self.stream,))
-        self.under_way: Future | None = None
+        self.in_flight: Future | None = None
 
     def begin(self, exchange: Callable[[], None]) -> None:
         """Have the helper run `exchange`, which may only use what is the helper's to send with."""
-        if self.under_way is not None:
+        if self.in_flight is not None:
             raise RuntimeError("an exchange is under way already")
         if self.stream is not None:
             # What the exchange reads may be queued still.
             self.stream.wait_stream(cuda.current_stream())
-        self.under_way = self.pool.submit(self._do, exchange)
+        self.in_flight = self.pool.submit(self._do, exchange)
 
     def _do(self, exchange: Callable[[], None]) -> None:
         exchange()
@@ -57,17 +57,17 @@ class AsyncExchange:
     @property
     def at_rest(self) -> bool:
         """Return whether the helper is idle; what it has raised may not be known yet."""
-        return self.under_way is None or self.under_way.done()
+        return self.in_flight is None or self.in_flight.done()
 
     def finish(self) -> None:
         """Wait for what is under way, if anything is; raise what it has raised."""
-        under_way, self.under_way = self.under_way, None
-        if under_way is not None:
-            under_way.result()
+        in_flight, self.in_flight = self.in_flight, None
+        if in_flight is not None:
+            in_flight.result()
 
 
 @contextmanager
-def exchanging_behind(
+def exchanging_asynchronously(
     topology: Topology, wanted: bool, transport: Transport
 ) -> Iterator[AsyncExchange | None]:
     """Have a helper thread for the time of the block, where one is `wanted`.
@@ -80,21 +80,21 @@ def exchanging_behind(
         return
     run_collectively(topology.world, check_thread_support)
     transport = between_nodes(for_another_thread(transport), topology.num_peers)
-    behind = AsyncExchange(
+    asynchronous = AsyncExchange(
         duplicate(topology, topology.leader) if topology.is_leader else MPI.COMM_NULL,
         duplicate(topology, topology.node),
         replace(transport, racks=duplicate_racks(topology)),
     )
     try:
-        yield behind
+        yield asynchronous
     except UserError:
-        _free(behind)
+        _free(asynchronous)
         raise
     except MPI.Exception:
         # The thread ends once its communicators are revoked, or the job is ended.
-        behind.pool.shutdown(wait=False)
+        asynchronous.pool.shutdown(wait=False)
         raise
-    _free(behind)
+    _free(asynchronous)
 
 
 def check_thread_support() -> None:
@@ -106,10 +106,10 @@ def check_thread_support() -> None:
         )
 
 
-def _free(behind: AsyncExchange) -> None:
-    behind.finish()
-    behind.pool.shutdown()
-    if behind.between != MPI.COMM_NULL:
-        behind.between.Free()
-    behind.node.Free()
-    free_racks(behind.transport.racks)
+def _free(asynchronous: AsyncExchange) -> None:
+    asynchronous.finish()
+    asynchronous.pool.shutdown()
+    if asynchronous.between != MPI.COMM_NULL:
+        asynchronous.between.Free()
+    asynchronous.node.Free()
+    free_racks(asynchronous.transport.racks)

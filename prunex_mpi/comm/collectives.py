@@ -295,17 +295,17 @@ def allreduce_then_bcast_(
         return time.perf_counter() - started
     spent = 0.0
     for operand in staged(flat, transport, fetch=leader != MPI.COMM_NULL):
-        behind: list[MPI.Request] = []
+        asynchronous: list[MPI.Request] = []
         for bucket in buckets(operand, transport):
             if leads:
                 _reduce_bucket_(leader, bucket, MPI.SUM, transport.racks)
             started = time.perf_counter()
             requests = [node.Ibcast(mpi_buffer(bucket), root=0)] if node.size > 1 else []
-            MPI.Request.Waitall(behind)
-            behind = requests
+            MPI.Request.Waitall(asynchronous)
+            asynchronous = requests
             spent += time.perf_counter() - started
         started = time.perf_counter()
-        MPI.Request.Waitall(behind)
+        MPI.Request.Waitall(asynchronous)
         spent += time.perf_counter() - started
     return spent
 
@@ -363,7 +363,7 @@ def alltoallv_(
     received.copy_(coming)
 
 
-def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
+def alltoall_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
     """Send row r of `mine` [comm.size, n] to rank r; `received`, as large, is what came to here.
 
     One Alltoallv per bucket; as much as is staged is copied at once. Row r of what is received came
@@ -382,7 +382,7 @@ def deal_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) 
         target.copy_(coming)
 
 
-def shift_(
+def sendrecv_(
     comm: MPI.Comm, mine: Tensor, to: int, received: Tensor, source: int, transport: Transport
 ) -> None:
     """Send `mine` to rank `to` while as much comes from rank `source`. Collective on `comm`."""
@@ -427,7 +427,7 @@ def runs(count: int, bucket: int, together: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def deal_shares_(
+def alltoall_shares_(
     comm: MPI.Comm,
     rows: Tensor,
     ends: Sequence[int],
@@ -456,8 +456,10 @@ def deal_shares_(
     received.copy_(coming)
 
 
-def spread_shares_(comm: MPI.Comm, rows: Tensor, ends: Sequence[int], transport: Transport) -> None:
-    """Hand each rank's share of each of `rows`, cut as in `deal_shares_`, to all.
+def allgather_shares_(
+    comm: MPI.Comm, rows: Tensor, ends: Sequence[int], transport: Transport
+) -> None:
+    """Hand each rank's share of each of `rows`, cut as in `alltoall_shares_`, to all.
 
     Shares of one size by Allgather: MPICH's Allgatherv takes 3 times as long. Collective on `comm`.
     """
@@ -474,7 +476,7 @@ def spread_shares_(comm: MPI.Comm, rows: Tensor, ends: Sequence[int], transport:
     rows.copy_(everyone)
 
 
-def sum_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
+def allreduce_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
     """Sum a float16 or bfloat16 vector over `comm` in place, alike on all ranks.
 
     MPI adds up neither type: ranks add up shares in float32, in the order of the ranks, and round
@@ -489,12 +491,12 @@ def sum_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
         carried, ends = rows.view(torch.int16), share_ends(rows.shape[1], comm.size)
         mine = rows[:, ends[comm.rank] : ends[comm.rank + 1]]
         received = carried.new_empty(len(rows), comm.size * mine.shape[1])
-        deal_shares_(comm, carried, ends, received, transport)
+        alltoall_shares_(comm, carried, ends, received, transport)
         total = torch.zeros_like(mine, dtype=torch.float32)
         for part in received.view(flat.dtype).view(len(rows), comm.size, -1).unbind(1):
             total.add_(part)
         mine.copy_(total)
-        spread_shares_(comm, carried, ends, transport)
+        allgather_shares_(comm, carried, ends, transport)
 
 
 def _reduce_bucket_(
@@ -514,13 +516,13 @@ def _reduce_bucket_(
     share = operand.numel() // comm.size
     shared, rest = operand[: share * comm.size], operand[share * comm.size :]
     ends, received = share_ends(shared.numel(), comm.size), torch.empty_like(shared)
-    deal_shares_(comm, shared.view(1, -1), ends, received.view(1, -1), HOST)
+    alltoall_shares_(comm, shared.view(1, -1), ends, received.view(1, -1), HOST)
     first, *parts = received.view(comm.size, share)
     # In the type of the operand, as MPI does: torch would widen integers.
     mine = shared.view(comm.size, share)[comm.rank].copy_(first)
     for part in parts:
         mine.add_(part) if op == MPI.SUM else torch.maximum(mine, part, out=mine)
-    spread_shares_(comm, shared.view(1, -1), ends, HOST)
+    allgather_shares_(comm, shared.view(1, -1), ends, HOST)
     if rest.numel():
         comm.Allreduce(MPI.IN_PLACE, mpi_buffer(rest), op=op)
 

@@ -16,8 +16,8 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.collectives import mpi_buffer
+from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.comm.topology import library_name
-from prunex_mpi.comm.wire import Wire
 from prunex_mpi.models.layout import Layout, trained_parameters
 
 # Smaller than the payload's buckets: the first can leave early, and the last is what is waited for.
@@ -27,7 +27,7 @@ SEPARATE_RANKS = 4
 
 
 class GradientAverager:
-    """Average a flat gradient over a wire's ranks, overlapped with backward.
+    """Average a flat gradient over a link's ranks, overlapped with backward.
 
     Of CUDA gradients a hook runs long before the gradient it announces exists. It marks the place
     in the device's queue; when all of backward is queued, each bucket is reduced as soon as its
@@ -35,9 +35,9 @@ class GradientAverager:
     gradients, of which some may have been added to a sum that was on its way.
     """
 
-    def __init__(self, wire: Wire, model: nn.Module, layout: Layout, grad: Tensor) -> None:
-        self.wire = wire
-        self.comm = wire.comm
+    def __init__(self, link: CountedComm, model: nn.Module, layout: Layout, grad: Tensor) -> None:
+        self.link = link
+        self.comm = link.comm
         self.handles = []
         self.stream: cuda.Stream | None = None
         self.late = False
@@ -48,7 +48,7 @@ class GradientAverager:
         self.close()
         self.grad = grad
         self.queued = self.comm.size > 1 and is_queued(grad)
-        staged = self.wire.transport.staging is not None
+        staged = self.link.transport.staging is not None
         self.overlap = self.comm.size > 1 and not self.queued and not staged
         many = self.comm.size >= SEPARATE_RANKS and library_name().startswith("Open MPI")
         separate = self.overlap and many
@@ -91,7 +91,7 @@ class GradientAverager:
         """Leave the mean over `comm`, unless `late`, in the gradient. Collective on `comm`."""
         if self.comm.size == 1:
             # There is nobody to wait for, and so nothing that the device would have to be done for.
-            self.wire.count(self.grad.nbytes)
+            self.link.count(self.grad.nbytes)
             return
         if not self.listening:
             # Nothing has been announced: all of it is there.
@@ -100,11 +100,11 @@ class GradientAverager:
             # Parameters that took no part in the loss fire no hook.
             self._start(all_of_them=True)
             self.listening = False
-            self.wire.wait_(self.requests, self.sums)
+            self.link.wait_(self.requests, self.sums)
         elif self.queued:
             self._reduce_marked_()
         else:
-            self.wire.reduce_(self.grad)
+            self.link.reduce_(self.grad)
         torch.div(self.sums, self.comm.size, out=self.grad)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class GradientAverager:
         parts = [self.grad[start:stop] for start, stop in self.bounds]
         # What waits for the current stream would wait for all of backward.
         with cuda.stream(self.stream):
-            self.wire.reduce_parts_(parts, [mark.wait for mark in self.marks])
+            self.link.reduce_parts_(parts, [mark.wait for mark in self.marks])
         cuda.current_stream(self.grad.device).wait_stream(self.stream)
 
     def _start(self, all_of_them: bool = False) -> None:

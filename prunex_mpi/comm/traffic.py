@@ -45,7 +45,7 @@ class Clock:
     - `exchange`: waiting for messages.
     - `method`: what a method computes beside the forward and backward pass.
     - `setup`: what a method does once to begin, its messages included.
-    - `behind`: an exchange in the helper thread, waiting for it (`late`) and using its result.
+    - `asynchronous`: an exchange in the helper thread, waiting for it (`late`), using its result.
     - `data`: waiting for images to be decoded.
     - `earlier`: the phase so far, where the run was interrupted in it.
 
@@ -55,7 +55,7 @@ class Clock:
     """
 
     earlier: float = 0.0
-    behind: float = 0.0
+    asynchronous: float = 0.0
     method: float = 0.0
     exchange: float = 0.0
     setup: float = 0.0
@@ -122,7 +122,7 @@ class Clock:
         """Count the block, an exchange between two local steps, as one behind them that is late."""
         started, before = now(device), (self.exchange, self.agreed)
         yield
-        self.behind += now(device) - started
+        self.asynchronous += now(device) - started
         self.late += self.messages - sum(before)
         self.exchange, self.agreed = before
 

@@ -128,7 +128,7 @@ def step_duals_(state: State, measured: bool) -> np.ndarray | None:
         theta, z_node, u, z, v = (flat[tile.place] for flat in flats)
         gap = torch.sub(theta, z_node, out=spare[: theta.numel()])
         u.add_(gap)
-        if state.position.under_way or state.position.apart:
+        if state.position.in_flight or state.position.apart:
             continue
         norms = tile_norms(tile, gap, theta, z_node, u) if measured else []
         torch.sub(z_node, z, out=gap)
@@ -254,7 +254,7 @@ def update_penalties(state: State, settings: Settings, residuals: Residuals | No
     """
     found = residuals and (residuals.intra_primal, residuals.intra_dual)
     state.rho1 = _rescaled(state.u, state.rho1, state, settings, found)
-    if not state.position.under_way:
+    if not state.position.in_flight:
         update_rho2(state, settings, residuals)
 
 

@@ -22,19 +22,19 @@ from prunex_mpi.comm.agreement import (
     raise_together,
     sum_alike_,
 )
+from prunex_mpi.comm.counted import reduce_between_nodes_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import reduce_between_nodes_
 from prunex_mpi.core.memory import PARAMETERS, STATISTICS, Declared, shared
 from prunex_mpi.core.metrics import density
-from prunex_mpi.core.schedule import strictness
+from prunex_mpi.core.schedule import schedule_progress
 from prunex_mpi.core.state import (
     KNOWN,
     RunContext,
     State,
     agreeing,
+    comms_of,
     in_place_of_z,
     weights,
-    wires_of,
 )
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.draws import keeping_draws
@@ -85,7 +85,7 @@ def average_z_(topology: Topology, context: RunContext, changed: bool, estimated
         return
     if changed:
         state.memory[EMA_COUNT].zero_()
-    if state.position.under_way or state.position.apart:
+    if state.position.in_flight or state.position.apart:
         # It is taken in when it arrives, or is new; what z still is has been already.
         return
     add_z_(state, context.settings)
@@ -111,7 +111,7 @@ BEST, BEST_STATS, BEST_MASK = "best_z", "best_statistics", "best_mask"
 SAME_DENSITY = 1e-3
 
 
-class Judged(NamedTuple):
+class Evaluation(NamedTuple):
     """What a network reached in an outer iteration, by the data that are held out.
 
     `stage` says how far pruning had come, `density` how much was left of what can be pruned. The
@@ -137,11 +137,11 @@ def memory_of_best(settings: Settings, state: State) -> Declared:
 
 
 def keep_best_(context: RunContext, found: dict[str, float]) -> None:
-    """Keep z and its statistics in the memory where `found`, of `judge`, is the best so far."""
+    """Keep z and its statistics in the memory where `found` is the best evaluation so far."""
     state, settings, k = context.state, context.settings, context.state.position.iteration
     stage, accuracy = stage_of(settings, k, state.frozen), found.get("accuracy", 0.0)
-    here = Judged(k, stage, density(state), accuracy, found["loss"])
-    best = Judged(*state.position.best) if state.position.best else None
+    here = Evaluation(k, stage, density(state), accuracy, found["loss"])
+    best = Evaluation(*state.position.best) if state.position.best else None
     if best is None or is_better(here, best, by_size=not votes(settings)):
         state.position.best = list(here)
         state.memory[BEST].copy_(state.z)
@@ -153,7 +153,7 @@ def stage_of(settings: Settings, k: int, frozen: bool) -> float:
     """Return how far pruning has come in outer iteration `k`: 2 where masks are `frozen`."""
     if not settings.method.consensus:
         return 0.0
-    return strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations) + frozen
+    return schedule_progress(k, settings.warmup_iterations, settings.keep_ramp_iterations) + frozen
 
 
 def votes(settings: Settings) -> bool:
@@ -162,7 +162,7 @@ def votes(settings: Settings) -> bool:
     return method.consensus and (settings.mask_agreement == "vote" or method.flat)
 
 
-def is_better(here: Judged, best: Judged, by_size: bool) -> bool:
+def is_better(here: Evaluation, best: Evaluation, by_size: bool) -> bool:
     """Return whether a network is better than the best one so far.
 
     By the later stage of pruning, then, where it counts `by_size`, the lower density, then the
@@ -221,7 +221,7 @@ def evaluate(topology: Topology, context: RunContext, estimate: bool = False) ->
     judged = statistics_of_z(topology, context) if estimate else nullcontext()
     # Statistics are estimated on what is judged.
     with averaged_buffers(topology, context), ema_of(context.state), judged:
-        found = judge(topology, context, context.problem.test)
+        found = evaluate_delivered(topology, context, context.problem.test)
         if BEST in context.state.memory:
             keep_best_(context, found)
     return found
@@ -264,14 +264,14 @@ def average_other_buffers_(topology: Topology, context: RunContext) -> list[tupl
 
 def _average_(topology: Topology, context: RunContext, flat: Tensor) -> None:
     """Set `flat` to its mean over all ranks, as a part of evaluation. Collective on `world`."""
-    wires = wires_of(topology, context.state, context.transport)
-    wires.node.reduce_(flat)
+    comms = comms_of(topology, context.state, context.transport)
+    comms.node.reduce_(flat)
     flat.div_(topology.world_size)
-    reduce_between_nodes_(wires.workers, wires.node, flat, kind="evaluate")
+    reduce_between_nodes_(comms.workers, comms.node, flat, kind="evaluate")
 
 
 @torch.no_grad()
-def judge(topology: Topology, context: RunContext, shard: Any) -> dict[str, float]:
+def evaluate_delivered(topology: Topology, context: RunContext, shard: Any) -> dict[str, float]:
     """Return what z comes to over the `shard`s of all ranks, as `evaluate` does."""
     state, problem = context.state, context.problem
     # On the device, so that no batch is waited for.
@@ -373,7 +373,7 @@ def check_finite(topology: Topology, context: RunContext) -> None:
     An exchange can make z infinite, as a sum in fewer bits. Collective on `world`.
     """
     state = context.state
-    held = [state.theta, state.z] + ([state.message.buffer] if state.position.under_way else [])
+    held = [state.theta, state.z] + ([state.message.buffer] if state.position.in_flight else [])
     problem = None
     if not all(bool(torch.isfinite(tensor).all()) for tensor in held):
         text = f"weights are not finite after outer iteration {state.position.iteration - 1}"

@@ -33,13 +33,13 @@ from torch import Tensor
 
 from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.async_exchange import AsyncExchange
-from prunex_mpi.comm.wire import Wire, Wires
+from prunex_mpi.comm.counted import CountedComm, CountedComms
 from prunex_mpi.core.evaluation import add_z_
 from prunex_mpi.core.loop import Round
 from prunex_mpi.core.memory import PARAMETERS, Declared, shared
 from prunex_mpi.core.message import Fragment, message_bytes
 from prunex_mpi.core.replica_check import replicas_agree
-from prunex_mpi.core.schedule import Stage, local_steps, steps_behind
+from prunex_mpi.core.schedule import Stage, asynchronous_steps, local_steps
 from prunex_mpi.core.state import (
     CODED,
     KNOWN,
@@ -58,19 +58,19 @@ from prunex_mpi.settings.values import AUTO
 
 
 def exchange_(
-    wires: Wires,
+    comms: CountedComms,
     state: State,
     payload: str,
     fragment: Fragment,
-    behind: AsyncExchange | None = None,
+    asynchronous: AsyncExchange | None = None,
 ) -> None:
     """Sum the nodes' contributions to z, of one fragment, into the buffer of the message.
 
-    With a helper, `behind`, that goes on over its own communicators while this rank trains, and
+    With a helper, `asynchronous`, it goes on over its own communicators while this rank trains, and
     z_i, v_i and z of the fragment must stay as they are until it has arrived. With one node
     everything travels as float32. Collective on `workers.comm` and `node.comm`.
     """
-    leader, node, message = wires.workers, wires.node, state.message
+    leader, node, message = comms.workers, comms.node, state.message
     wire_dtype = payload if leader.ring > 1 else "fp32"
     message.make_codes_(wire_dtype, leader.peers, leader.transport, fragment)
     _compare_plans(leader, state)
@@ -81,15 +81,15 @@ def exchange_(
         offer_(leader, state, dual, fragment)
     counted = _count(leader, node, state, wire_dtype, fragment)
     state.position.part = fragment.number
-    if behind is None:
+    if asynchronous is None:
         message.sum_(leader.comm, node.comm, leader.transport, leader.clock, fragment, counted)
         return
-    state.position.under_way = PLAIN if message.codes is None else CODED
-    ways = behind.between, behind.node, behind.transport, behind.clock
-    behind.begin(partial(message.sum_, *ways, fragment, counted))
+    state.position.in_flight = PLAIN if message.codes is None else CODED
+    ways = asynchronous.between, asynchronous.node, asynchronous.transport, asynchronous.clock
+    asynchronous.begin(partial(message.sum_, *ways, fragment, counted))
 
 
-def _compare_plans(leader: Wire, state: State) -> None:
+def _compare_plans(leader: CountedComm, state: State) -> None:
     """Raise on every leader where their messages have other parameters. Collective, if new."""
     if state.message.agreed:
         return
@@ -101,7 +101,9 @@ def _compare_plans(leader: Wire, state: State) -> None:
     state.message.agreed = True
 
 
-def _offer_values_(leader: Wire, state: State, dual: Tensor | None, fragment: Fragment) -> None:
+def _offer_values_(
+    leader: CountedComm, state: State, dual: Tensor | None, fragment: Fragment
+) -> None:
     """Write the weighted z_i + v_i and statistics of this node into the message."""
     parameters, statistics = state.message.values(fragment)
     pack_(state.z_node, fragment.plan, parameters, dual, leader.weight)
@@ -109,7 +111,9 @@ def _offer_values_(leader: Wire, state: State, dual: Tensor | None, fragment: Fr
     statistics.mul_(leader.weight)
 
 
-def _offer_difference_(leader: Wire, state: State, dual: Tensor | None, fragment: Fragment) -> None:
+def _offer_difference_(
+    leader: CountedComm, state: State, dual: Tensor | None, fragment: Fragment
+) -> None:
     """Add the weighted difference to the residual; write that of the statistics."""
     message, numel, place = state.message, fragment.plan.numel, fragment.place
     parameters, statistics = message.blocks(fragment)
@@ -130,7 +134,7 @@ def _offer_difference_(leader: Wire, state: State, dual: Tensor | None, fragment
 
 
 def _count(
-    leader: Wire, node: Wire, state: State, wire_dtype: str, fragment: Fragment
+    leader: CountedComm, node: CountedComm, state: State, wire_dtype: str, fragment: Fragment
 ) -> dict[str, int]:
     """Count the bytes of a fragment between the nodes and in them; return them."""
     size = state.theta.element_size()
@@ -149,7 +153,7 @@ def _count(
 # --------------------------------------------------------------------------------------------------
 
 
-def arrive_(state: State, settings: Settings, behind: bool = False) -> Fragment:
+def complete_(state: State, settings: Settings, asynchronous: bool = False) -> Fragment:
     """Take over the fragment that is under way, with what follows from a new z; return it.
 
     The outer iteration in which it has left may be over.
@@ -157,8 +161,8 @@ def arrive_(state: State, settings: Settings, behind: bool = False) -> Fragment:
     position = state.position
     fragment = state.message.fragment(position.part, settings.fragments)
     k = position.iteration - 1 if fragment.last else position.iteration
-    coded = position.under_way == CODED
-    take_over_(state, settings, fragment, k, coded=coded, behind=behind)
+    coded = position.in_flight == CODED
+    take_over_(state, settings, fragment, k, coded=coded, asynchronous=asynchronous)
     if fragment.last:
         add_z_(state, settings)
     return fragment
@@ -171,12 +175,12 @@ def take_over_(
     k: int,
     *,
     coded: bool | None = None,
-    behind: bool = False,
+    asynchronous: bool = False,
     freezes: bool = False,
 ) -> Tensor:
     """Make the mean that the message holds z, zero where the mask is; set the statistics.
 
-    It has left in outer iteration `k`. With `behind` the model has gone on training since: its
+    It has left in outer iteration `k`. If `asynchronous` the model has gone on training since: its
     statistics move by as much as those of the node. The mask `freezes` where it was chosen in this
     outer iteration. Returns what z was before, in the memory of `scratch`, where the whole message
     came and there is no outer step. Does not communicate.
@@ -200,12 +204,12 @@ def take_over_(
     else:
         state.z, state.scratch = state.scratch, state.z
     if fragment.last:
-        _take_statistics_(state, fragment, statistics, coded, behind)
+        _take_statistics_(state, fragment, statistics, coded, asynchronous)
     return state.scratch
 
 
 def _take_statistics_(
-    state: State, fragment: Fragment, statistics: Tensor, coded: bool, behind: bool
+    state: State, fragment: Fragment, statistics: Tensor, coded: bool, asynchronous: bool
 ) -> None:
     """Set the statistics of the model, those that are known, and `stats` to the mean that came."""
     modules, known, kept = state.bn_modules, state.memory[KNOWN], fragment.stats_kept
@@ -214,7 +218,7 @@ def _take_statistics_(
         values = values.add_(batchnorm.of_reference(modules, known)[kept])
     mean = state.stats.index_copy(0, kept, values)
     model = mean
-    if behind:
+    if asynchronous:
         moved = torch.empty_like(mean)
         batchnorm.read_(modules, moved, known)
         model = mean + moved.sub_(state.stats)
@@ -225,7 +229,7 @@ def _take_statistics_(
         own = torch.empty_like(mean)
         batchnorm.read_plain_(modules, own)
         model = own
-        mean = mean if behind else own
+        mean = mean if asynchronous else own
     known.index_copy_(0, kept, mean[kept])
     # Removed channels are left as they have been reset.
     batchnorm.reset_(modules, state.stats)
@@ -261,33 +265,35 @@ def nesterov_(settings: Settings, k: int, last: Tensor, mean: Tensor, velocity: 
 # --------------------------------------------------------------------------------------------------
 
 
-def goes_in_parts(context: RunContext, this: Round, stage: Stage) -> bool:
+def goes_in_fragments(context: RunContext, this: Round, stage: Stage) -> bool:
     """Return whether this outer iteration sends its message in parts."""
     at_once = this.last or stage.freeze or stage.choose or not context.state.consensus_sgd
     return context.settings.fragments > 1 and not at_once
 
 
-def step_of_part(context: RunContext, number: int) -> int:
+def step_of_fragment(context: RunContext, number: int) -> int:
     """Return the local step of the outer iteration under way after which a part leaves."""
     return number * local_steps(context) // context.settings.fragments
 
 
-def part_after_step(context: RunContext) -> int:
+def fragment_after_step(context: RunContext) -> int:
     """Return the number of the part that leaves now, between two local steps, 0 for none."""
     step, fragments = context.state.position.step, context.settings.fragments
-    numbers = (n for n in range(1, fragments) if step_of_part(context, n) == step)
+    numbers = (n for n in range(1, fragments) if step_of_fragment(context, n) == step)
     return next(numbers, 0)
 
 
-def arrival_step(context: RunContext) -> int:
+def completion_step(context: RunContext) -> int:
     """Return after how many local steps what is under way is waited for."""
     number = context.state.position.part
     between = 0 < number < context.settings.fragments
-    return steps_behind(context) + (step_of_part(context, number) if between else 0)
+    return asynchronous_steps(context) + (step_of_fragment(context, number) if between else 0)
 
 
-def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> None:
-    """Exchange part `number` of theta's means over the nodes, in the helper thread if `behind`.
+def send_fragment_(
+    comms: CountedComms, context: RunContext, number: int, asynchronous: bool
+) -> None:
+    """Exchange part `number` of theta's means over the nodes, perhaps in the helper thread.
 
     Collective on `node.comm`, then on `workers.comm` and `node.comm`.
     """
@@ -295,17 +301,19 @@ def send_part_(wires: Wires, context: RunContext, number: int, behind: bool) -> 
     fragment = state.message.fragment(number, settings.fragments)
     place = fragment.place
     if fragment.last:
-        average_in_node_(wires.node, state)
-    _average_part_(wires.node, state, settings, place)
-    exchange_(wires, state, settings.payload, fragment, context.behind if behind else None)
+        average_in_node_(comms.node, state)
+    _average_part_(comms.node, state, settings, place)
+    exchange_(
+        comms, state, settings.payload, fragment, context.asynchronous if asynchronous else None
+    )
     if settings.inner_momentum == "reset":
         forget_momentum_(state, place)
-    if not behind:
+    if not asynchronous:
         take_over_(state, settings, fragment, state.position.iteration)
-    state.theta[place].copy_((state.z_node if behind else state.z)[place])
+    state.theta[place].copy_((state.z_node if asynchronous else state.z)[place])
 
 
-def _average_part_(node: Wire, state: State, settings: Settings, place: slice) -> None:
+def _average_part_(node: CountedComm, state: State, settings: Settings, place: slice) -> None:
     """Set a part of z_i to the mean of the node's theta. Collective on `node.comm`.
 
     Where gradients were averaged at each step, theta becomes the leader's where it differs.

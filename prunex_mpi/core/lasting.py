@@ -16,10 +16,10 @@ from mpi4py import MPI
 
 from prunex_mpi.comm.agreement import broadcast_json, run_collectively_while
 from prunex_mpi.comm.collectives import allreduce_, broadcast_tensor_
+from prunex_mpi.comm.counted import worker_weight
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import worker_weight
 from prunex_mpi.core.admm import update_rho2
-from prunex_mpi.core.exchange import arrive_
+from prunex_mpi.core.exchange import complete_
 from prunex_mpi.core.memory import (
     ALL,
     FIRST,
@@ -66,7 +66,7 @@ def lasting(
     others are of.
     """
     retired = state.consensus_sgd if retired is None else retired
-    in_flight = bool(state.position.under_way) if in_flight is None else in_flight
+    in_flight = bool(state.position.in_flight) if in_flight is None else in_flight
     table = {
         "theta": Lasting(state.theta, RANK, FROM_Z, PARAMETERS),
         "z_node": Lasting(state.z_node, NODE, FROM_Z, PARAMETERS),
@@ -136,8 +136,8 @@ def common_contents(state: State, model: nn.Module, complete: bool) -> tuple[Ten
     table, numbers = lasting(state, model), numbers_of(state)
     tensors = {n: e.tensor for n, e in table.items() if e.elsewhere in (FIRST, MEAN, SUM)}
     tensors[MASK] = torch.from_numpy(np.packbits(state.mask.bits))
-    if state.position.under_way and not complete:
-        numbers["position"]["under_way"] = ""
+    if state.position.in_flight and not complete:
+        numbers["position"]["in_flight"] = ""
         del tensors["message"]
         if "residual" in tensors:
             residual = tensors["residual"]
@@ -222,12 +222,12 @@ def put_elsewhere(topology: Topology, parts: Parts, context: RunContext) -> Numb
             broadcast_tensor_(world, entry.tensor, transport)
     state.u.zero_()
     state.v.zero_()
-    if state.position.under_way:
+    if state.position.in_flight:
         # The last that the old nodes have agreed on.
-        arrive_(state, settings)
+        complete_(state, settings)
         if not state.consensus_sgd:
             update_rho2(state, settings)
-        state.position.under_way = ""
+        state.position.in_flight = ""
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)
     batchnorm.as_plain_(state.bn_modules, stats.div_(given[0]), zero)

@@ -72,9 +72,11 @@ def split_local(context: RunContext, this: Round, waiting: str) -> None:
     messages of the steps to the phase `waiting`.
     """
     clock, seconds = context.state.position.clock, this.seconds
-    seconds["local"] += clock.earlier - clock.method - clock.exchange - clock.behind - clock.setup
+    seconds["local"] += (
+        clock.earlier - clock.method - clock.exchange - clock.asynchronous - clock.setup
+    )
     seconds["setup"] = clock.setup
-    seconds["inter"] = clock.behind
+    seconds["inter"] = clock.asynchronous
     seconds["project"] = clock.method
     seconds[waiting] = seconds.get(waiting, 0.0) + clock.exchange
     # With what was exchanged before the run was interrupted in the phase.
@@ -113,9 +115,9 @@ def measures_residuals(context: RunContext, this: Round) -> bool:
     return asked and not state.consensus_sgd
 
 
-def goes_behind(context: RunContext, this: Round, stage: Stage) -> bool:
+def is_asynchronous(context: RunContext, this: Round, stage: Stage) -> bool:
     """Return whether this outer iteration's exchange runs behind the next one's local steps."""
-    return context.behind is not None and not needs_z(context, this, stage)
+    return context.asynchronous is not None and not needs_z(context, this, stage)
 
 
 def needs_z(context: RunContext, this: Round, stage: Stage) -> bool:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.wire import Wire
+from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.core.memory import MEAN, RANK, Declared, Lasting
 from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.pruning.groups import Selection
 from prunex_mpi.pruning.masks import build_factors
-from prunex_mpi.pruning.projection import gate_gradients, group_energies, select
+from prunex_mpi.pruning.projection import gate_gradients, group_squared_norms, select
 from prunex_mpi.settings.fields import Settings
 
 
@@ -33,14 +33,14 @@ def project_locally(flat: Tensor, state: State, strict: float) -> np.ndarray:
     """Return the support of the projection of `flat`, of `scored`; kinds one after the other."""
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
-        energies = _energies_left(flat, state, selections, mask).numpy()
-        chosen = select(energies, selections, strict, state.groups)
+        squared_norms = _energies_left(flat, state, selections, mask).numpy()
+        chosen = select(squared_norms, selections, strict, state.groups)
         mask[selections[0].start : selections[-1].stop] = chosen
     return mask
 
 
 def agree_by_vote(
-    leader: Wire, flat: Tensor, state: State, strict: float, node_size: int
+    leader: CountedComm, flat: Tensor, state: State, strict: float, node_size: int
 ) -> np.ndarray:
     """Return the shared mask that keeps the most of sum_i P_i |z~_i,g|^2, alike on every leader.
 
@@ -50,18 +50,18 @@ def agree_by_vote(
     """
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
-        energies = _energies_left(flat, state, selections, mask)
-        energies *= node_size
-        leader.reduce_to_first_(energies, kind="mask")
-        chosen = np.zeros(energies.shape, dtype=bool)
+        squared_norms = _energies_left(flat, state, selections, mask)
+        squared_norms *= node_size
+        leader.reduce_to_first_(squared_norms, kind="mask")
+        chosen = np.zeros(squared_norms.shape, dtype=bool)
         if leader.comm.rank == 0:
-            chosen = select(energies.numpy(), selections, strict, state.groups)
+            chosen = select(squared_norms.numpy(), selections, strict, state.groups)
         chosen = leader.broadcast_bits(chosen, "mask")
         mask[selections[0].start : selections[-1].stop] = chosen
     return mask
 
 
-def agree_by_or(leader: Wire, mask: np.ndarray) -> np.ndarray:
+def agree_by_or(leader: CountedComm, mask: np.ndarray) -> np.ndarray:
     """Return the union of the leaders' masks (Eq. 14), as bits. Collective on `leader.comm`."""
     bits = torch.from_numpy(np.packbits(mask))
     leader.reduce_(bits, MPI.BOR, kind="mask")
@@ -76,7 +76,7 @@ def _energies_left(
     # Groups of a further kind are chosen among what the kinds before it left.
     first = selections is state.groups.kinds[0]
     factors = () if first else build_factors(mask, state.groups, flat.device, flat.dtype)
-    return group_energies(flat, state.layout, state.groups, selections, factors)
+    return group_squared_norms(flat, state.layout, state.groups, selections, factors)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -120,7 +120,9 @@ def watch_(context: RunContext) -> None:
     total.add_(by_gate.square_())
 
 
-def scored(leader: Wire, node: Wire, state: State, settings: Settings, candidate: Tensor) -> Tensor:
+def scored(
+    leader: CountedComm, node: CountedComm, state: State, settings: Settings, candidate: Tensor
+) -> Tensor:
     """Return what groups are scored by: `candidate`, or on leaders the scores of `gates`, [groups].
 
     With `--node-sync outer` the ranks' sums are averaged first: then collective on `node.comm`.

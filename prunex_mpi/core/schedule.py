@@ -36,7 +36,7 @@ def quadratic_interval(rate: float, alpha: float, least: int, left: int) -> int:
     return left if wanted >= left else min(left, max(least, int(wanted)))
 
 
-def strictness(iteration: int, warmup: int, ramp: int) -> float:
+def schedule_progress(iteration: int, warmup: int, ramp: int) -> float:
     """Return how far keep ratios have moved from 1 (dense) to their target in `iteration` (from 1).
 
     Zero during `warmup` iterations, then cubic to one: a keep ratio r at s is 1 - s (1 - r).
@@ -81,7 +81,7 @@ def find_stage(
     if not settings.method.consensus:
         prune = settings.method.prunes_once and k == settings.options.prune_iteration
         return Stage(strict=1.0, choose=prune, vote=True, freeze=prune, measured=False)
-    strict = strictness(k, settings.warmup_iterations, settings.keep_ramp_iterations)
+    strict = schedule_progress(k, settings.warmup_iterations, settings.keep_ramp_iterations)
     freeze = not frozen and (position.freeze_next or k == settings.freeze_iteration)
     # The delivered z must satisfy the constraint: its masks are voted even after a union.
     last = k == settings.outer_iterations
@@ -185,7 +185,7 @@ def total_steps(settings: Settings, steps: int) -> int:
     return settings.outer_iterations * steps
 
 
-def steps_behind(context: RunContext) -> int:
+def asynchronous_steps(context: RunContext) -> int:
     """Return the local steps that an exchange runs behind: a share of all, of qsr a number."""
     if context.settings.method.quadratic_interval:
         return context.settings.overlap_steps

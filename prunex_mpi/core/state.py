@@ -14,10 +14,10 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.async_exchange import AsyncExchange
 from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.counted import CountedComms, make_comms
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.comm.wire import Wires, find_wires
 from prunex_mpi.core.losses import Loss, Teacher
 from prunex_mpi.core.memory import STATISTICS, Memory, shared
 from prunex_mpi.core.message import Message
@@ -43,7 +43,7 @@ class Position:
 
     `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
     of the outer iterations before; losses, bytes and seconds so far are this rank's own.
-    `under_way` says as what (PLAIN or CODED) travels what z does not hold yet, "" for nothing.
+    `in_flight` says as what (PLAIN or CODED) travels what z does not hold yet, "" for nothing.
     `part` is the number, from 1, of the part that was exchanged last, 0 for the whole message;
     `apart`: nothing was, and nodes go on from their own z_i. `converged_of` is the length, in outer
     iterations, of a run that has converged before it, else 0. `fresh_statistics`: BatchNorm's
@@ -60,11 +60,11 @@ class Position:
     drifts: list[float] = field(default_factory=list)
     freeze_next: bool = False
     vote_next: bool = False
-    under_way: str = ""
+    in_flight: str = ""
     part: int = 0
     apart: bool = False
     first_loss: float | None = None
-    # Of the best z so far by held-out images, as `best.Judged` has it.
+    # Of the best z so far by held-out images, as `evaluation.Evaluation` has it.
     best: list[float] = field(default_factory=list)
     converged_of: int = 0
     fresh_statistics: bool = False
@@ -85,14 +85,14 @@ def next_iteration(position: Position, loss: float) -> None:
 def begin_iteration(position: Position) -> None:
     """Forget what belongs to the steps of an outer iteration."""
     position.step, position.loss_sum, position.loss_count = 0, 0.0, 0.0
-    # In place: wires hold on to these objects.
+    # In place: counted communicators hold on to these objects.
     for part in (position.traffic, position.clock):
         for one in fields(part):
             setattr(part, one.name, type(getattr(part, one.name))())
 
 
 def put_position(position: Position, values: dict[str, Any]) -> None:
-    """Set a position in place: the driver, and the wires it has made, hold on to its parts."""
+    """Set a position in place: the driver and its communicators hold on to its parts."""
     for name, value in values.items():
         if isinstance(value, dict) and not isinstance(getattr(position, name), dict):
             put_position(getattr(position, name), value)
@@ -101,7 +101,7 @@ def put_position(position: Position, values: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Original:
     """What shares and savings are relative to.
 
     `stats` is the number of BatchNorm statistics, `buffers` holds names and shapes, `sizes` what
@@ -114,13 +114,15 @@ class Whole:
     sizes: Sizes
 
 
-def describe_whole(model: nn.Module, layout: Layout, groups: Groups, settings: Settings) -> Whole:
+def describe_whole(
+    model: nn.Module, layout: Layout, groups: Groups, settings: Settings
+) -> Original:
     """Describe `model`, of which nothing has been taken out."""
     sizes: Sizes = {}
     if settings.method.removes or settings.remove_dropped:
         sizes = smaller_sizes(model, groups.coupling, np.zeros(groups.total, dtype=bool))
     buffers = tuple((name, b.shape) for name, b in model.named_buffers())
-    return Whole(layout, batchnorm.numel(batchnorm.find(model)), buffers, sizes)
+    return Original(layout, batchnorm.numel(batchnorm.find(model)), buffers, sizes)
 
 
 # The BatchNorm means and variances that all ranks know, those of the last exchange, about which
@@ -204,7 +206,7 @@ class State:
     mask: Mask
     message: Message
     memory: Memory
-    whole: Whole
+    whole: Original
     shrinks: bool = True
     removes: bool = False
     sizes: Sizes = field(default_factory=dict)
@@ -229,13 +231,15 @@ class RunContext:
     transport: Transport
     heartbeat: Heartbeat
     stop: StopAgreement | None = None
-    behind: AsyncExchange | None = None
+    asynchronous: AsyncExchange | None = None
     failures: list[UserError] = field(default_factory=list)
 
 
-def wires_of(topology: Topology, state: State, transport: Transport, flat: bool = False) -> Wires:
-    """Make the wires of this rank, which count into the position of `state`; see `find_wires`."""
-    return find_wires(topology, flat, transport, state.position.traffic, state.position.clock)
+def comms_of(
+    topology: Topology, state: State, transport: Transport, flat: bool = False
+) -> CountedComms:
+    """Make this rank's communicators, which count into the position of `state` (`make_comms`)."""
+    return make_comms(topology, flat, transport, state.position.traffic, state.position.clock)
 
 
 def agreeing(state: State, name: str, nbytes: int) -> AbstractContextManager[None]:
@@ -249,7 +253,7 @@ def build_state(
     layout: Layout,
     groups: Groups,
     settings: Settings,
-    whole: Whole | None = None,
+    whole: Original | None = None,
     optimizer: OptimizerMemory | None = None,
 ) -> State:
     """Allocate the variables; without `whole` nothing has been taken out of the model.

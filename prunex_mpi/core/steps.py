@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.comm.gradients import GradientAverager, several_passes
-from prunex_mpi.comm.wire import Wire
 from prunex_mpi.core.state import RunContext, State, forget_momentum_, starts_from_z
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import norm
@@ -23,13 +23,13 @@ CLIP_EPSILON = 1e-6
 
 
 @contextmanager
-def averaging(wire: Wire | None, context: RunContext) -> Iterator[GradientAverager | None]:
-    """Average gradients over `wire`, if there is one, during backward passes of the block."""
-    if wire is None:
+def averaging(link: CountedComm | None, context: RunContext) -> Iterator[GradientAverager | None]:
+    """Average gradients over `link`, if there is one, during backward passes of the block."""
+    if link is None:
         yield None
         return
     state = context.state
-    averager = GradientAverager(wire, context.problem.model, state.layout, state.grad)
+    averager = GradientAverager(link, context.problem.model, state.layout, state.grad)
     try:
         yield averager
     finally:
@@ -40,7 +40,7 @@ def start_(context: RunContext) -> None:
     """Set theta and momentum to where an outer iteration begins: z, or z_i where z is not there."""
     state, settings, position = context.state, context.settings, context.state.position
     if starts_from_z(state, settings):
-        alone = position.under_way or position.apart
+        alone = position.in_flight or position.apart
         state.theta.copy_(state.z_node if alone else state.z)
     if settings.inner_momentum == "reset":
         forget_momentum_(state)
@@ -57,7 +57,7 @@ def begin_step_(state: State) -> None:
 
 
 def finish_average_(context: RunContext, averager: GradientAverager | None) -> None:
-    """Leave the averager's mean in `grad`, if there is one; note a failure. Collective on its wire.
+    """Leave the averager's mean in `grad`, if there is one; note a failure. Collective on its link.
 
     A rank that raised it would leave the other nodes alone, and who is not late in its node.
     """

@@ -31,8 +31,8 @@ from mpi4py import MPI
 
 from prunex_mpi.comm import collectives
 from prunex_mpi.comm.collectives import Transport
+from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.comm.traffic import Clock
-from prunex_mpi.comm.wire import Wire
 from prunex_mpi.compress import quantise
 from prunex_mpi.compress.quantise import BLOCK, ROW
 from prunex_mpi.compress.sparse import add_sparse_
@@ -181,13 +181,13 @@ def _sum_records_(
     ends, rows = [cut * size for cut in cuts], records.view(buckets, -1)
     with clock.exchanging(values.device, "Alltoallv"):
         arriving = received.view(buckets, -1)
-        collectives.deal_shares_(between, rows, ends, arriving, transport, own=False)
+        collectives.alltoall_shares_(between, rows, ends, arriving, transport, own=False)
     total = offered[..., own:after, :]
     for part in received.view(*lead, workers - 1, after - own, size).unbind(-3):
         quantise.add_decoded_(part, total, payload)
     quantise.encode_(total, records[..., own:after, :], payload)
     with clock.exchanging(values.device, "Allgather"):
-        collectives.spread_shares_(between, rows, ends, transport)
+        collectives.allgather_shares_(between, rows, ends, transport)
 
 
 def _sum_integers_(
@@ -258,9 +258,9 @@ class Counts:
     adds them up, else each one share, and hands what comes of it to all in `down` bits.
     """
 
-    def __init__(self, wire: Wire, like: Tensor, up: int, down: int) -> None:
-        self.wire, self.up, self.down = wire, up, down
-        workers = wire.comm.size
+    def __init__(self, link: CountedComm, like: Tensor, up: int, down: int) -> None:
+        self.link, self.up, self.down = link, up, down
+        workers = link.comm.size
         share, self.to_all = share_of_row(like.numel(), workers), goes_to_all(workers, up, down)
         self.numbers = torch.zeros(workers, share, dtype=torch.uint8, device=like.device)
         # The largest sum: all workers' largest numbers.
@@ -277,14 +277,14 @@ class Counts:
     def sum_(self) -> Tensor:
         """Return the sums over all workers of `numbers` [comm.size, share]: of all, or of a share.
 
-        `numbers` must be below 2^up. Collective on the wire.
+        `numbers` must be below 2^up. Collective on the link.
         """
-        wire, packed, sums = self.wire, self._packed, self._sums
+        link, packed, sums = self.link, self._packed, self._sums
         quantise.pack_(self.numbers, self.up, packed)
         if self.to_all:
-            wire.gather_(packed.view(-1), self._received.view(wire.comm.size, -1))
+            link.gather_(packed.view(-1), self._received.view(link.comm.size, -1))
         else:
-            wire.deal_(packed, self._received)
+            link.alltoall_(packed, self._received)
         sums.zero_()
         for part in self._received:
             quantise.unpack_(part.view(sums.shape[0], -1), self.up, self._part)
@@ -294,14 +294,14 @@ class Counts:
     def spread_(self, share: Tensor) -> Tensor:
         """Return every worker's share of results as numbers [comm.size, share].
 
-        `share` [1, share] is uint8 and below 2^down, or of 16 bits. Collective on the wire.
+        `share` [1, share] is uint8 and below 2^down, or of 16 bits. Collective on the link.
         """
         result = self._result.view(1, -1)
         if self.down == 16:
             result.copy_(share.view(torch.uint8))
         else:
             quantise.pack_(share, self.down, result)
-        self.wire.gather_(self._result, self._results)
+        self.link.gather_(self._result, self._results)
         if self.down == 16:
             return self._results.view(share.dtype)
         quantise.unpack_(self._results, self.down, self.numbers)
@@ -311,9 +311,9 @@ class Counts:
 class SparseParts:
     """Up to `count` elements of each worker: `values` and int32 `positions`."""
 
-    def __init__(self, wire: Wire, like: Tensor, count: int) -> None:
-        self.wire, workers = wire, wire.comm.size
-        self._room = max(1, wire.transport.bucket_bytes // (like.element_size() * workers))
+    def __init__(self, link: CountedComm, like: Tensor, count: int) -> None:
+        self.link, workers = link, link.comm.size
+        self._room = max(1, link.transport.bucket_bytes // (like.element_size() * workers))
         self.values = like.new_empty(count)
         self.positions = torch.empty_like(self.values, dtype=torch.int32)
         self._all_values = like.new_empty(workers * min(count, self._room))
@@ -323,15 +323,15 @@ class SparseParts:
         """Add to `flat` what all workers send, of this one the first `count` elements.
 
         Piece by piece and in them worker by worker, so that all workers get the same bits.
-        Collective on the wire.
+        Collective on the link.
         """
-        wire, room, everyone = self.wire, self._room, (self._all_positions, self._all_values)
-        counts = wire.gather_counts(count)
+        link, room, everyone = self.link, self._room, (self._all_positions, self._all_values)
+        counts = link.gather_counts(count)
         for start in range(0, max(counts), room):
             pieces = [min(max(c - start, 0), room) for c in counts]
-            mine = slice(start, start + pieces[wire.comm.rank])
-            wire.gather_parts_(self.values[mine], pieces, self._all_values)
-            wire.gather_parts_(self.positions[mine], pieces, self._all_positions)
+            mine = slice(start, start + pieces[link.comm.rank])
+            link.gather_parts_(self.values[mine], pieces, self._all_values)
+            link.gather_parts_(self.positions[mine], pieces, self._all_positions)
             places, addends = (t[: sum(pieces)].split(pieces) for t in everyone)
             add_sparse_(flat, addends, places)
 
@@ -339,23 +339,23 @@ class SparseParts:
 class EqualParts:
     """As many elements, or rows, of each worker: `values` [n] or [n, row], and `positions` [n]."""
 
-    def __init__(self, wire: Wire, values: Tensor, positions: Tensor) -> None:
-        self.wire, self.values, self.positions = wire, values, positions
-        workers, bucket = wire.comm.size, wire.transport.bucket_bytes
+    def __init__(self, link: CountedComm, values: Tensor, positions: Tensor) -> None:
+        self.link, self.values, self.positions = link, values, positions
+        workers, bucket = link.comm.size, link.transport.bucket_bytes
         self._rows = min(len(values), max(1, bucket // (values[:1].nbytes * workers)))
         self._all_values = values.new_empty(workers, self._rows, *values.shape[1:])
         self._all_positions = positions.new_empty(workers, self._rows)
 
     def sum_(self, out: Tensor) -> None:
-        """Set `out` to the sum of what the workers send. Collective on the wire."""
+        """Set `out` to the sum of what the workers send. Collective on the link."""
         out.zero_()
         for start in range(0, len(self.positions), self._rows):
             values = self._gather(self.values, self._all_values, start)
             add_sparse_(out, values, self._gather(self.positions, self._all_positions, start))
 
     def _gather(self, mine: Tensor, everyone: Tensor, start: int) -> Tensor:
-        """Return every worker's rows of a bucket, from `start` on. Collective on the wire."""
+        """Return every worker's rows of a bucket, from `start` on. Collective on the link."""
         mine, workers = mine[start : start + self._rows], len(everyone)
         gathered = everyone.view(-1)[: workers * mine.numel()].view(workers, -1)
-        self.wire.gather_(mine.view(-1), gathered)
+        self.link.gather_(mine.view(-1), gathered)
         return gathered.view(-1, *mine.shape)

@@ -72,7 +72,7 @@ def normalisation(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageFormat:
     """What a model is to see of images: how they are normalised, and where and how they lie."""
 
     mean: Tensor  # float32 [3], values in 0..1
@@ -82,7 +82,7 @@ class Look:
     channels_last: bool = False
 
 
-def _normaliser(look: Look) -> Callable[[Tensor], Tensor]:
+def _normaliser(look: ImageFormat) -> Callable[[Tensor], Tensor]:
     """Return what turns uint8 images into normalised ones, computed in float32 or 64."""
     dtype = torch.promote_types(look.dtype, torch.float32)
     scale = (1 / (255 * look.std.to(dtype))).to(look.device)[:, None, None]
@@ -129,7 +129,7 @@ class BatchStream:
     def __init__(
         self,
         shard: Shard,
-        look: Look,
+        look: ImageFormat,
         *,
         batch_size: int,
         seed: int,
@@ -239,7 +239,7 @@ def images_at_once(shard: Shard) -> int:
 
 
 def evaluation_batches(
-    shard: Shard, *, batch_size: int, look: Look
+    shard: Shard, *, batch_size: int, look: ImageFormat
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the whole shard in order without augmentation, the last batch possibly smaller."""
     normalise = _normaliser(look)

@@ -23,7 +23,7 @@ from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.base.units import MIB
-from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text, run_on_first
+from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text, run_on_root
 from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.core.threads import set_threads
@@ -68,7 +68,7 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
     if errors(findings):
         return report_singleton(findings, options)
     settings = options.settings
-    run_on_first(world, lambda: prepare_file(options.json_file))
+    run_on_root(world, lambda: prepare_file(options.json_file))
     with nodes_of(world, settings.ranks_per_node) as topology:
         heartbeat.enter("ranks")
         device, problem = find_device(settings.device, topology.host_rank)

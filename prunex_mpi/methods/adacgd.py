@@ -13,7 +13,7 @@ for the gradient, y being the average of the step before (EF21-SGDM, Fatkhullin 
 import torch
 from torch import Tensor
 
-from prunex_mpi.comm.wire import COUNT_BYTES
+from prunex_mpi.comm.counted import COUNT_BYTES
 from prunex_mpi.compress import sparse
 from prunex_mpi.core.memory import ALL, TOTAL, Declared, Lasting, summed
 from prunex_mpi.core.schedule import steps_taken
@@ -42,7 +42,7 @@ class AdaCgd(Exchange):
     def allocate(self) -> None:
         theta = self.state.theta
         self.counts = counts_of(theta.numel())
-        self.sent = SparseParts(self.wire, theta, self.counts[-1])
+        self.sent = SparseParts(self.link, theta, self.counts[-1])
         self.magnitudes, self.largest = torch.empty_like(theta), theta.new_empty(self.counts[-1])
         self.places = torch.empty_like(self.largest, dtype=torch.int64)
 
@@ -59,7 +59,7 @@ class AdaCgd(Exchange):
         if steps_taken(self.context) == 0:
             estimate.copy_(flat)
             last.copy_(flat)
-            self.wire.reduce_(flat)
+            self.link.reduce_(flat)
             total.copy_(flat)
             return
         if self.options.average < 1:

@@ -28,7 +28,7 @@ from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.lasso import SMOOTHING
 from prunex_mpi.pruning.masks import Factors, build_factors, factor_views, mask_drift
-from prunex_mpi.pruning.projection import group_energies, select
+from prunex_mpi.pruning.projection import group_squared_norms, select
 from prunex_mpi.settings.fields import Settings
 
 # The groups that are to stay, of which there are fewer than parameters; none before the choice.
@@ -71,17 +71,17 @@ class ClickTrain(Exchange):
         """Set the gradient to the sum of all workers', without what is pruned."""
         state = self.state
         if not state.frozen:
-            self.wire.reduce_(flat)
+            self.link.reduce_(flat)
             return
         plan = state.message.plan
         message = state.message.buffer[: plan.numel]
         pack_(flat, plan, message)
-        self.wire.reduce_(message)
+        self.link.reduce_(message)
         unpack_(message, plan, flat)
 
     def follow_(self) -> None:
         """Choose by the gradient of all, in the step that does. Collective on `world` in it."""
-        state, position, everyone = self.state, self.state.position, self.wires.everyone
+        state, position, everyone = self.state, self.state.position, self.comms.everyone
         if (position.iteration, position.step) != (self.options.choose_iteration + 1, 0):
             return
         total = state.groups.total
@@ -89,9 +89,11 @@ class ClickTrain(Exchange):
         if everyone.comm.rank == 0:
             products = torch.mul(state.theta, state.grad, out=state.scratch)
             for selections in state.groups.kinds:
-                energies = group_energies(products, state.layout, state.groups, selections).numpy()
+                squared_norms = group_squared_norms(
+                    products, state.layout, state.groups, selections
+                ).numpy()
                 place = slice(selections[0].start, selections[-1].stop)
-                chosen[place] = select(energies, selections, 1.0)
+                chosen[place] = select(squared_norms, selections, 1.0)
         chosen = everyone.broadcast_bits(chosen, kind="mask")
         state.memory[CHOSEN][:total].copy_(torch.from_numpy(chosen))
         self.penalised = penalised(state)

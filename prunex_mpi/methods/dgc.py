@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from prunex_mpi.comm.wire import COUNT_BYTES
+from prunex_mpi.comm.counted import COUNT_BYTES
 from prunex_mpi.compress import sparse, threshold
 from prunex_mpi.core.memory import Declared, shared, summed
 from prunex_mpi.core.schedule import steps_taken, total_steps
@@ -47,7 +47,7 @@ class Dgc(Exchange):
         self.compressed, self.whole = threshold.divide(self.state.layout, ratio)
         largest = threshold.ratio_in(0, warmup_parts(self.settings), ratio)
         most = sum(sparse.kept_per_layer(self.compressed, largest))
-        self.sent = SparseParts(self.wire, theta, most)
+        self.sent = SparseParts(self.link, theta, most)
         self.dense = theta.new_empty(sum(s.numel for s in self.whole))
         self.chosen = torch.empty_like(theta, dtype=torch.bool)
 
@@ -63,7 +63,7 @@ class Dgc(Exchange):
         state, sent = self.state, self.sent
         momentum, residual = state.memory[MOMENTUM], state.memory[RESIDUAL]
         sparse.move_whole_(flat, self.whole, self.dense)
-        self.wire.reduce_(self.dense)
+        self.link.reduce_(self.dense)
         if self.compressed:
             threshold.accumulate_(momentum, residual, flat, self.settings.momentum)
             how = ratio_of(self.context), SAMPLE, steps_taken(self.context)

@@ -67,7 +67,7 @@ class Parallax(Exchange):
     )
 
     def allocate(self) -> None:
-        self.workers, layout = self.wire.comm.size, self.state.layout
+        self.workers, layout = self.link.comm.size, self.state.layout
         self.tables = [self.new_table(s) for s in find_embeddings(self.settings, layout)]
         self.dense = all_but_rows(layout)
         self.counts = torch.empty(len(self.tables), self.owners, dtype=torch.int32)
@@ -81,7 +81,7 @@ class Parallax(Exchange):
     def new_table(self, segment: Segment) -> Rows:
         """Allocate memory for an embedding."""
         rows, width = segment.shape
-        theta, bucket = self.state.theta, self.wire.transport.bucket_bytes
+        theta, bucket = self.state.theta, self.link.transport.bucket_bytes
         room = max(1, bucket // (width * theta.element_size() * self.workers))
         room = min(room, -(-rows // self.workers))
         values = theta.new_empty(2, self.workers * room, width)
@@ -97,18 +97,18 @@ class Parallax(Exchange):
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the sum over the workers."""
         for place in self.dense:
-            self.wire.reduce_(flat[place])
+            self.link.reduce_(flat[place])
         views = [flat[t.segment.place].view(t.segment.shape) for t in self.tables]
         owners = range(self.owners)
         touched = [[find_touched(rows, r, len(owners)) for r in owners] for rows in views]
         self.counts.copy_(torch.tensor([[len(part) for part in parts] for parts in touched]))
-        self.wire.gather_(self.counts.view(-1), self.all_counts.view(self.workers, -1), "mask")
+        self.link.gather_(self.counts.view(-1), self.all_counts.view(self.workers, -1), "mask")
         every_count = self.all_counts.transpose(0, 1).numpy().astype(np.int64)
         for table, rows, parts, counts in zip(
             self.tables, views, touched, every_count, strict=True
         ):
             if self.costs_more(counts, table.segment, flat.element_size()):
-                self.wire.reduce_(flat[table.segment.place])
+                self.link.reduce_(flat[table.segment.place])
             else:
                 self.add_up_(table, rows, parts, counts)
                 self.spread_(table, rows)
@@ -128,7 +128,7 @@ class Parallax(Exchange):
 
     def add_up_(self, table: Rows, rows: Tensor, touched: list[Tensor], counts: np.ndarray) -> None:
         """Add to this leader's `rows` [n, width] those that others have of them, one by one."""
-        rank, width, room = self.wire.comm.rank, rows.shape[1], table.room
+        rank, width, room = self.link.comm.rank, rows.shape[1], table.room
         counts = counts * (1 - np.eye(len(counts), dtype=np.int64))
         for start in range(0, counts.max(), room):
             pieces = (counts - start).clip(0, room)
@@ -137,24 +137,24 @@ class Parallax(Exchange):
             mine, numbers = table.take_(rows, torch.cat(tuple(parts)))
             came, places = (t[1, : sum(arriving)] for t in (table.values, table.numbers))
             by_width = [[width * n for n in counted] for counted in (leaving, arriving)]
-            self.wire.deal_parts_(mine.view(-1), by_width[0], came.view(-1), by_width[1])
-            self.wire.deal_parts_(numbers, leaving, places, arriving, "mask")
+            self.link.alltoall_parts_(mine.view(-1), by_width[0], came.view(-1), by_width[1])
+            self.link.alltoall_parts_(numbers, leaving, places, arriving, "mask")
             add_sparse_(rows, came.split(arriving), places.split(arriving))
 
     def spread_(self, table: Rows, rows: Tensor) -> None:
         """Set `rows` to the owners' rows, and zero elsewhere."""
-        wire, width = self.wire, rows.shape[1]
-        chosen = find_touched(rows, wire.comm.rank, self.workers)
+        link, width = self.link, rows.shape[1]
+        chosen = find_touched(rows, link.comm.rank, self.workers)
         everyone = torch.empty(self.workers, 1, dtype=torch.int32)
-        wire.gather_(torch.tensor([len(chosen)], dtype=torch.int32), everyone, "mask")
+        link.gather_(torch.tensor([len(chosen)], dtype=torch.int32), everyone, "mask")
         counts = everyone.view(-1).tolist()
         total = self.state.scratch[table.segment.place].view(rows.shape).zero_()
         for start in range(0, max(counts), table.room):
             pieces = [min(max(count - start, 0), table.room) for count in counts]
-            mine, numbers = table.take_(rows, chosen[start : start + pieces[wire.comm.rank]])
+            mine, numbers = table.take_(rows, chosen[start : start + pieces[link.comm.rank]])
             came, places = (t[1, : sum(pieces)] for t in (table.values, table.numbers))
-            wire.gather_parts_(mine.view(-1), [width * n for n in pieces], came.view(-1))
-            wire.gather_parts_(numbers, pieces, places, "mask")
+            link.gather_parts_(mine.view(-1), [width * n for n in pieces], came.view(-1))
+            link.gather_parts_(numbers, pieces, places, "mask")
             add_sparse_(total, [came], [places])
         rows.copy_(total)
 
@@ -196,7 +196,7 @@ class EmbRace(Parallax):
     def new_table(self, segment: Segment) -> Columns:
         """Allocate memory for an embedding."""
         theta, workers, (rows, width) = self.state.theta, self.workers, segment.shape
-        room = self.wire.transport.bucket_bytes // (width * theta.element_size())
+        room = self.link.transport.bucket_bytes // (width * theta.element_size())
         room = min(max(1, room // workers), rows)
         ends = [width * worker // workers for worker in range(workers + 1)]
         numbers = torch.empty(workers * room, dtype=torch.int32, device=theta.device)
@@ -226,14 +226,14 @@ class EmbRace(Parallax):
         self, table: Columns, rows: Tensor, touched: list[Tensor], counts: np.ndarray
     ) -> None:
         """Add the others' columns of this worker to its `rows` [n, width]; note who has any."""
-        wire, rank, places = self.wire, self.wire.comm.rank, table.places
+        link, rank, places = self.link, self.link.comm.rank, table.places
         widths = [place.stop - place.start for place in places]
         table.seen.zero_()
         for start in range(0, counts.max(), table.room):
             pieces = (counts[:, 0] - start).clip(0, table.room).tolist()
             mine, numbers = table.mine[: pieces[rank]], table.numbers[: sum(pieces)]
             mine.copy_(touched[0][start : start + table.room])
-            wire.gather_parts_(mine, pieces, numbers, "mask")
+            link.gather_parts_(mine, pieces, numbers, "mask")
             leaving = [0 if worker == rank else len(mine) * n for worker, n in enumerate(widths)]
             arriving = [
                 0 if worker == rank else n * widths[rank] for worker, n in enumerate(pieces)
@@ -242,7 +242,7 @@ class EmbRace(Parallax):
             for place, part in zip(places, sent.split(leaving), strict=True):
                 if len(part):
                     torch.index_select(rows[:, place], 0, mine, out=part.view(len(mine), -1))
-            wire.deal_parts_(sent, leaving, came, arriving)
+            link.alltoall_parts_(sent, leaving, came, arriving)
             for part, which in zip(came.split(arriving), numbers.split(pieces), strict=True):
                 if len(part):
                     add_sparse_(rows[:, places[rank]], [part.view(len(which), -1)], [which])
@@ -250,7 +250,7 @@ class EmbRace(Parallax):
 
     def spread_(self, table: Columns, rows: Tensor) -> None:
         """Set `rows` to the sums of their owners' columns, and to zero where no worker has any."""
-        rank = self.wire.comm.rank
+        rank = self.link.comm.rank
         # Zeros have two signs.
         rows.masked_fill_(~table.seen.unsqueeze(1), 0)
         for chosen in table.seen.nonzero().squeeze(1).split(table.room):
@@ -259,7 +259,7 @@ class EmbRace(Parallax):
             mine, came = table.leaving[: lengths[rank]], table.arriving[: sum(lengths)]
             own = rows[:, table.places[rank]]
             torch.index_select(own, 0, chosen, out=mine.view(shapes[rank]))
-            self.wire.gather_parts_(mine, lengths, came)
+            self.link.gather_parts_(mine, lengths, came)
             for place, part, shape in zip(table.places, came.split(lengths), shapes, strict=True):
                 rows[:, place].index_copy_(0, chosen, part.view(shape))
 

@@ -8,7 +8,7 @@ allocates. The base sums gradients as they are; a method overrides what it does 
 
 from torch import Tensor
 
-from prunex_mpi.comm.wire import Wires
+from prunex_mpi.comm.counted import CountedComms
 from prunex_mpi.core.memory import Declared
 from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.models.layout import Layout
@@ -19,7 +19,7 @@ RESIDUAL = "residual"
 
 
 class Exchange:
-    """Exchange gradients over the workers, whose communicator is that of `wire`.
+    """Exchange gradients over the workers, whose communicator is that of `link`.
 
     On the other ranks it allocates nothing, unless it works `everywhere`. Where the network has
     changed it is made anew.
@@ -35,11 +35,11 @@ class Exchange:
     # Weights are decayed inside the exchange.
     own_decay = False
 
-    def __init__(self, wires: Wires, context: RunContext) -> None:
-        self.wires, self.wire, self.context = wires, wires.workers, context
+    def __init__(self, comms: CountedComms, context: RunContext) -> None:
+        self.comms, self.link, self.context = comms, comms.workers, context
         self.state, self.settings = context.state, context.settings
         self.options = context.settings.options
-        if self.everywhere or self.wire.is_member:
+        if self.everywhere or self.link.is_member:
             self.allocate()
 
     # Before there are communicators ---------------------------------------------------------------
@@ -76,7 +76,7 @@ class Exchange:
 
         Once per outer iteration `flat` is z instead. Collective on the workers.
         """
-        self.wire.reduce_(flat)
+        self.link.reduce_(flat)
 
     def add_penalty_(self, loss: Tensor) -> None:
         """Add the gradient of a penalty to this rank's, whose batch had this `loss`."""

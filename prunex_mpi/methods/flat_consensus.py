@@ -19,7 +19,7 @@ Phases and names are those of `hsadmm.py`; z_i is z, and v is zero throughout.
 import numpy as np
 from torch import Tensor
 
-from prunex_mpi.comm.wire import Wire, Wires
+from prunex_mpi.comm.counted import CountedComm, CountedComms
 from prunex_mpi.core import admm
 from prunex_mpi.core.exchange import exchange_, take_over_
 from prunex_mpi.core.loop import Round, phase
@@ -32,7 +32,7 @@ from prunex_mpi.settings.fields import Settings
 
 
 def agree_on_z(
-    wires: Wires, context: RunContext, this: Round, stage: Stage
+    comms: CountedComms, context: RunContext, this: Round, stage: Stage
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Set z, and z_i, to the projection of z~; return how z_i, and z beside it, moved per layer.
 
@@ -41,15 +41,15 @@ def agree_on_z(
     """
     state, settings = context.state, context.settings
     with phase(context, this, "inter"):
-        last_z = sum_candidates_(wires, state, settings)
+        last_z = sum_candidates_(comms, state, settings)
     with phase(context, this, "project"):
-        moved = project_(wires.workers, state, stage, last_z)
+        moved = project_(comms.workers, state, stage, last_z)
         if stage.freeze:
             freeze(state, settings.after_freeze == "local-sgd")
     return moved, None if moved is None else np.zeros_like(moved)
 
 
-def sum_candidates_(wires: Wires, state: State, settings: Settings) -> Tensor:
+def sum_candidates_(comms: CountedComms, state: State, settings: Settings) -> Tensor:
     """Set z to z~, dense, by the theta + u and the BatchNorm statistics of all ranks.
 
     Until the masks are frozen nothing is masked. Returns what z was before. Collective on
@@ -60,7 +60,7 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> Tensor:
     candidate = admm.sum_candidate(state)
     state.z_node, state.scratch = candidate, state.z_node
     whole = state.message.fragment()
-    exchange_(wires, state, settings.payload, whole)
+    exchange_(comms, state, settings.payload, whole)
     last_z = take_over_(state, settings, whole, state.position.iteration)
     if not state.consensus_sgd and settings.weight_decay_in == "z":
         decay = admm.decay_of_layers(settings, state.layout)
@@ -68,7 +68,7 @@ def sum_candidates_(wires: Wires, state: State, settings: Settings) -> Tensor:
     return last_z
 
 
-def project_(workers: Wire, state: State, stage: Stage, last_z: Tensor) -> np.ndarray | None:
+def project_(workers: CountedComm, state: State, stage: Stage, last_z: Tensor) -> np.ndarray | None:
     """Project z~, in z, on the sparsity; return |z^{k+1} - z^k|^2 per layer where it is measured.
 
     World rank 0 decides on the mask. Collective on `workers.comm`, which holds all ranks.

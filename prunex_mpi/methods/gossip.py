@@ -30,14 +30,14 @@ class Gossip(Exchange):
 
     def allocate(self) -> None:
         self.received = torch.empty_like(self.state.theta)
-        self.circles = make_circles(self.settings.seed, self.wire.comm.size)
+        self.circles = make_circles(self.settings.seed, self.link.comm.size)
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to its mean with another node's."""
-        if self.wire.comm.size == 1:
+        if self.link.comm.size == 1:
             return
-        to, source = neighbours(self.circles, self.wire.comm.rank, steps_taken(self.context))
-        self.wire.shift_(flat, to, self.received, source)
+        to, source = neighbours(self.circles, self.link.comm.rank, steps_taken(self.context))
+        self.link.sendrecv_(flat, to, self.received, source)
         flat.add_(self.received).mul_(0.5)
 
     @staticmethod

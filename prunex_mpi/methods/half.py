@@ -30,7 +30,7 @@ class Bf16(Exchange):
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the rounded sum of rounded gradients."""
-        self.wire.reduce_halves_(self.rounded.copy_(flat))
+        self.link.reduce_halves_(self.rounded.copy_(flat))
         self.look_at_(self.rounded)
         flat.copy_(self.rounded)
 

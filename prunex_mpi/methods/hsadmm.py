@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from prunex_mpi.comm.counted import CountedComm, CountedComms
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
-from prunex_mpi.comm.wire import Wire, Wires
 from prunex_mpi.core import (
     admm,
     evaluation,
@@ -56,8 +56,8 @@ from prunex_mpi.core.state import (
     RunContext,
     State,
     adopt_mask,
+    comms_of,
     freeze,
-    wires_of,
 )
 from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.methods.flat_consensus import agree_on_z
@@ -77,38 +77,40 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
     """
     state, settings, position = context.state, context.settings, context.state.position
     method, every = settings.method, getattr(settings.options, "t_sync", 1)
-    wires = wires_of(topology, state, context.transport)
-    node = wires.node
-    own = exchange_of(method)(wires, context) if method.own_exchange else None
+    comms = comms_of(topology, state, context.transport)
+    node = comms.node
+    own = exchange_of(method)(comms, context) if method.own_exchange else None
     each_step = method.nodes and settings.node_sync == "step"
     with steps.averaging(node if each_step else None, context) as averager:
         for this in loop.rounds(context):
             measured = loop.measures_residuals(context, this)
             stage = schedule.find_stage(this.k, settings, state.frozen, position, measured)
-            parted = exchange.goes_in_parts(context, this, stage)
+            fragmented = exchange.goes_in_fragments(context, this, stage)
             apart = this.k % every > 0 and not loop.needs_z(context, this, stage)
             if apart:
                 stage = replace(stage, choose=False)
             with loop.phase(context, this, "local"):
-                loss = yield from local_computation(averager, context, wires if parted else None)
+                loss = yield from local_computation(
+                    averager, context, comms if fragmented else None
+                )
                 if loss is None:
                     return
                 evaluation.check_divergence(topology, context, loss)
             loop.split_local(context, this, waiting="intra")
-            behind = not apart and loop.goes_behind(context, this, stage)
+            asynchronous = not apart and loop.is_asynchronous(context, this, stage)
             moved_node = moved = None
             with loop.phase(context, this, "intra"):
-                statistics.find_reference_(wires, state)
-                if method.nodes and not parted:
+                statistics.find_reference_(comms, state)
+                if method.nodes and not fragmented:
                     z_tilde = intra_node_consensus(node, state, settings)
             if method.flat:
-                moved_node, moved = agree_on_z(wires, context, this, stage)
-            elif parted:
+                moved_node, moved = agree_on_z(comms, context, this, stage)
+            elif fragmented:
                 with loop.phase(context, this, "inter"):
-                    exchange.send_part_(wires, context, settings.fragments, behind)
+                    exchange.send_fragment_(comms, context, settings.fragments, asynchronous)
             else:
                 with loop.phase(context, this, "project"):
-                    moved_node = project(wires.workers, node, state, settings, z_tilde, stage)
+                    moved_node = project(comms.workers, node, state, settings, z_tilde, stage)
                     if stage.freeze:
                         freeze(state, settings.after_freeze == "local-sgd")
                 position.apart = apart
@@ -120,7 +122,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
                     elif own is not None:
                         own.exchange_(state.z)
                     else:
-                        moved = inter_node_consensus(wires, context, stage, behind)
+                        moved = inter_node_consensus(comms, context, stage, asynchronous)
             with loop.phase(context, this, "dual"):
                 norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
                 this.residuals.update(admm.own_residuals(norms, state))
@@ -140,14 +142,14 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
 
 
 def local_computation(
-    averager: GradientAverager | None, context: RunContext, wires: Wires | None = None
+    averager: GradientAverager | None, context: RunContext, comms: CountedComms | None = None
 ) -> Generator[GradientAverager | None, Tensor, float | None]:
     """Take T steps on f_ij(theta) + rho1/2 |theta - z_i + u|^2 (Eq. 8); return the mean loss.
 
     No communication, unless `averager` averages each step's gradient inside the node (then
     collective on its communicator). Consensus SGD starts from z and has no proximal term. Where an
     exchange is under way the node goes on from its own z_i, and z arrives after some of the steps.
-    With `wires` all parts of the message but the last are sent between the steps, see
+    With `comms` all parts of the message but the last are sent between the steps, see
     `core/exchange.py` (then collective on their communicators). Yields the averager where it needs
     the next gradient (`core/steps.py`). Returns None where the ranks agree
     to stop, before the step at which `position` then is.
@@ -177,8 +179,8 @@ def local_computation(
         if position.step and steps.stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
-        if position.under_way and position.step >= exchange.arrival_step(context):
-            z_arrives(context)
+        if position.in_flight and position.step >= exchange.completion_step(context):
+            complete_z(context)
             anchor = None if state.consensus_sgd else admm.find_anchor(state)
         steps.begin_step_(state)
         loss = yield averager
@@ -197,13 +199,15 @@ def local_computation(
             mask_weights_()
         steps.add_loss_(context, loss)
         position.step += 1
-        if wires is not None and (number := exchange.part_after_step(context)):
-            if position.under_way:
-                z_arrives(context)
+        if comms is not None and (number := exchange.fragment_after_step(context)):
+            if position.in_flight:
+                complete_z(context)
             with position.clock.between_steps(state.theta.device):
-                exchange.send_part_(wires, context, number, behind=context.behind is not None)
-    if position.under_way:
-        z_arrives(context)
+                exchange.send_fragment_(
+                    comms, context, number, asynchronous=context.asynchronous is not None
+                )
+    if position.in_flight:
+        complete_z(context)
     return float(state.losses[0] / state.losses[1])
 
 
@@ -212,7 +216,7 @@ def local_computation(
 # --------------------------------------------------------------------------------------------------
 
 
-def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor:
+def intra_node_consensus(node: CountedComm, state: State, settings: Settings) -> Tensor:
     """Return the dense candidate of the node, z_tilde; leave its mean statistics in `stats`.
 
     z~_i = [rho1 mean_j(theta_ij + u_ij) + rho2 (z - v_i)] / (lambda + rho1 + rho2), Eq. 9; in
@@ -240,8 +244,8 @@ def intra_node_consensus(node: Wire, state: State, settings: Settings) -> Tensor
 
 
 def project(
-    leader: Wire,
-    node: Wire,
+    leader: CountedComm,
+    node: CountedComm,
     state: State,
     settings: Settings,
     z_tilde: Tensor,
@@ -281,46 +285,48 @@ def project(
 
 
 def inter_node_consensus(
-    wires: Wires, context: RunContext, stage: schedule.Stage, behind: bool
+    comms: CountedComms, context: RunContext, stage: schedule.Stage, asynchronous: bool
 ) -> np.ndarray | None:
     """Set z = sum_i P_i (z_i + v_i) / N on the mask, zero elsewhere (Eq. 11).
 
     Leaders agree on the mask (BOR of packed bits, unless it was voted), pack z_i + v_i and the
     BatchNorm statistics into one dense message, add it up in buckets, and broadcast the compact
-    result inside their node. With `behind` it goes on in the helper thread, and z is what it was
-    until `z_arrives`. Returns |z^{k+1} - z^k|^2 per layer where it is measured. Collective on the
-    communicators of the workers and the node.
+    result inside their node. If `asynchronous` it goes on in the helper thread, and z is what it
+    was until `complete_z`. Returns |z^{k+1} - z^k|^2 per layer where it is measured. Collective on
+    the communicators of the workers and the node.
     """
-    state, leader, node = context.state, wires.workers, wires.node
+    state, leader, node = context.state, comms.workers, comms.node
     if stage.union:
         bits = state.mask.bits
         if leader.is_member:
             bits = mask_choice.agree_by_or(leader, bits)
         adopt_mask(state, node.broadcast_bits(bits))
     whole, settings = state.message.fragment(), context.settings
-    exchange.exchange_(wires, state, settings.payload, whole, context.behind if behind else None)
-    if behind:
+    exchange.exchange_(
+        comms, state, settings.payload, whole, context.asynchronous if asynchronous else None
+    )
+    if asynchronous:
         return None
     k = state.position.iteration
     last_z = exchange.take_over_(state, settings, whole, k, freezes=stage.freeze)
     return squared_distances(state.z, last_z, state.layout) if stage.measured else None
 
 
-def z_arrives(context: RunContext) -> None:
+def complete_z(context: RunContext) -> None:
     """Wait for what phase 4, or a part of it, has begun: theta += z - z_i, v += z_i - z."""
     state, clock = context.state, context.state.position.clock
     started = now(state.theta.device)
-    if context.behind is not None:
-        context.behind.finish()
+    if context.asynchronous is not None:
+        context.asynchronous.finish()
         clock.late += time.perf_counter() - started
     settings = context.settings
-    fragment = exchange.arrive_(state, settings, behind=True)
+    fragment = exchange.complete_(state, settings, asynchronous=True)
     exchange.merge_(state, settings, fragment.place)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
         admm.update_rho2(state, settings)
-    state.position.under_way = ""
-    clock.behind += now(state.theta.device) - started
+    state.position.in_flight = ""
+    clock.asynchronous += now(state.theta.device) - started
 
 
 # --------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class Lion(Exchange):
     )
 
     def allocate(self) -> None:
-        self.votes = Counts(self.wire, self.state.theta, UP, bits_down(self.wire.comm.size))
+        self.votes = Counts(self.link, self.state.theta, UP, bits_down(self.link.comm.size))
 
     @staticmethod
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
@@ -45,7 +45,7 @@ class Lion(Exchange):
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the outcome of the vote: -1, 1, or 0 for a tie."""
-        momentum, workers = self.state.memory[MOMENTUM], self.wire.comm.size
+        momentum, workers = self.state.memory[MOMENTUM], self.link.comm.size
         update = torch.lerp(flat, momentum, BETA1, out=self.state.scratch)
         momentum.lerp_(flat, 1 - BETA2)
         self.cast_(update)
@@ -65,7 +65,7 @@ class Lion(Exchange):
         # One bit has no room for 0, which unused parameters have: workers take turns, so that votes
         # cancel, over the workers or over two steps.
         votes = self.votes.numbers.view(torch.bool).view(-1)[: update.numel()]
-        above = torch.ge if (self.wire.comm.rank + steps_taken(self.context)) % 2 else torch.gt
+        above = torch.ge if (self.link.comm.rank + steps_taken(self.context)) % 2 else torch.gt
         above(update, 0, out=votes)
 
     @staticmethod

@@ -38,7 +38,7 @@ class OmniReduce(Exchange):
                 sparse.block_count(theta.numel(), self.size), self.options.block_ratio
             )
             numbers = torch.empty(count, dtype=torch.int32, device=theta.device)
-            self.sent = EqualParts(self.wire, theta.new_empty(count, self.size), numbers)
+            self.sent = EqualParts(self.link, theta.new_empty(count, self.size), numbers)
             self.total = torch.empty_like(self.state.memory[RESIDUAL]).view(-1, self.size)
         else:
             self.bits = sparse.new_bits(theta.numel(), self.size, theta.device)
@@ -76,15 +76,15 @@ class OmniReduce(Exchange):
         row = self.bits.view(torch.uint8).view(1, -1)
         sparse.find_nonzero_(grad, self.size, self.bits)
         pack_(row, 1, self.packed)
-        self.wire.reduce_(self.packed.view(-1), MPI.BOR, kind="mask")
+        self.link.reduce_(self.packed.view(-1), MPI.BOR, kind="mask")
         unpack_(self.packed, 1, row)
         chosen = self.bits.nonzero().squeeze(1)
         if chosen.numel() == sparse.block_count(grad.numel(), self.size):
             # They are together already.
-            self.wire.reduce_(grad)
+            self.link.reduce_(grad)
             return
         message = sparse.take_blocks_(grad, self.size, chosen, self.blocks)
-        self.wire.reduce_(message)
+        self.link.reduce_(message)
         sparse.put_blocks_(grad, self.size, chosen, message)
 
     @staticmethod

@@ -44,7 +44,7 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
 from prunex_mpi.comm.collectives import BUCKET_MIB
-from prunex_mpi.comm.wire import Wire
+from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.compress.quantise import integer_type, ternarise_
 from prunex_mpi.core.evaluation import check_readable
 from prunex_mpi.core.losses import softened
@@ -104,7 +104,7 @@ class PacTrain(Exchange):
         theta, pruned = self.state.theta, self.state.memory[PRUNED]
         self.bucket = bucket_numel(theta.element_size())
         self.fresh = torch.empty_like(pruned)
-        if self.wire.is_member:
+        if self.link.is_member:
             self.kept = torch.logical_not(pruned).to(theta.dtype)
             self.fit_to_stable()
 
@@ -126,7 +126,7 @@ class PacTrain(Exchange):
 
         Seconds and bytes count as set-up. Collective on `world`.
         """
-        state, everyone = self.state, self.wires.everyone
+        state, everyone = self.state, self.comms.everyone
         if state.frozen or done != self.options.prune_iteration:
             return 0.0
         with state.position.clock.setting_up(state.theta.device):
@@ -153,7 +153,7 @@ class PacTrain(Exchange):
         if self.options.ternary:
             self.draws, self.scales = new(total), new(2, buckets)
             self.down = new(total, dtype=torch.bool)
-            self.integers = new(total, dtype=integer_type(self.wire.comm.size))
+            self.integers = new(total, dtype=integer_type(self.link.comm.size))
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the sum of the masked ones of all workers."""
@@ -163,13 +163,13 @@ class PacTrain(Exchange):
             torch.logical_not(memory[PRUNED], out=self.kept)
         flat.mul_(self.kept)
         if not memory[STABLE].any():
-            self.wire.reduce_(flat)
+            self.link.reduce_(flat)
             return
         stable, in_full = memory[STABLE], ~memory[STABLE]
         in_full[stable] = torch.tensor(self.send_stable_(flat))
         pieces = flat.split(self.bucket)
         for number in in_full.nonzero().view(-1).tolist():
-            self.wire.reduce_(pieces[number])
+            self.link.reduce_(pieces[number])
 
     def send_stable_(self, grad: Tensor) -> list[bool]:
         """Exchange the supports of the stable buckets; return whose flag was raised, on any worker.
@@ -184,7 +184,7 @@ class PacTrain(Exchange):
         if self.options.ternary:
             self.sum_ternary_(values, flags)
         else:
-            self.wire.reduce_(self.message)
+            self.link.reduce_(self.message)
         raised = (flags > 0).tolist()
         numbers = memory[STABLE].nonzero().view(-1).tolist()
         pieces = grad.split(self.bucket)
@@ -202,13 +202,13 @@ class PacTrain(Exchange):
             # A support may be empty.
             scales[0, number] = torch.linalg.vector_norm(piece, torch.inf) if piece.numel() else 0.0
         scales[1].copy_(flags)
-        self.wire.reduce_(scales.view(-1), MPI.MAX)
+        self.link.reduce_(scales.view(-1), MPI.MAX)
         flags.copy_(scales[1])
         parts = (values, self.draws, self.fresh[: values.numel()], self.down, self.integers)
         for number, pieces in enumerate(zip(*(t.split(counts) for t in parts), strict=True)):
             piece, draw, up, down, out = pieces
             ternarise_(piece, scales[0, number], draw, (up, down), out)
-        self.wire.reduce_(self.integers)
+        self.link.reduce_(self.integers)
         values.copy_(self.integers)
         for number, piece in enumerate(values.split(counts)):
             piece.mul_(scales[0, number])
@@ -227,10 +227,10 @@ class PacTrain(Exchange):
         if memory[CLOCK] % window:
             return
         unchanged, digests = memory[UNCHANGED].numpy(), self.read_digests()
-        stable = agree_on_stable(self.wires.everyone, unchanged, digests, window)
+        stable = agree_on_stable(self.comms.everyone, unchanged, digests, window)
         if not torch.equal(stable, memory[STABLE]):
             memory[STABLE].copy_(stable)
-            if self.wire.is_member:
+            if self.link.is_member:
                 self.fit_to_stable()
 
     def observe_(self) -> None:
@@ -271,7 +271,7 @@ class PacTrain(Exchange):
 
 
 def agree_on_stable(
-    everyone: Wire, unchanged: np.ndarray, digests: np.ndarray, window: int
+    everyone: CountedComm, unchanged: np.ndarray, digests: np.ndarray, window: int
 ) -> Tensor:
     """Return which buckets are stable on every rank: bool [buckets]. Collective on `world`.
 
@@ -324,7 +324,7 @@ def score_of(settings: Settings) -> str:
     return "magnitude" if settings.keep_ratio[0] >= GRASP_BELOW else "grasp"
 
 
-def choose_pruned(everyone: Wire, context: RunContext) -> Tensor:
+def choose_pruned(everyone: CountedComm, context: RunContext) -> Tensor:
     """Return which weights go, bool [layout.numel]; only what world rank 0 returns counts.
 
     Collective on `world`. Raises UserError on every rank.
@@ -340,7 +340,7 @@ def choose_pruned(everyone: Wire, context: RunContext) -> Tensor:
     return run_collectively(everyone.comm, prune)
 
 
-def hessian_gradient_product(everyone: Wire, context: RunContext) -> Tensor:
+def hessian_gradient_product(everyone: CountedComm, context: RunContext) -> Tensor:
     """Return H g over the weights, both summed over the batches of all ranks.
 
     Of the loss at logits divided by `GRASP_TEMPERATURE`. As in the authors' code g and H are
@@ -389,7 +389,7 @@ def beating_through(batches: Batches, heartbeat: Heartbeat) -> Batches:
 # --------------------------------------------------------------------------------------------------
 
 
-def batches_to_score(everyone: Wire, context: RunContext) -> list[tuple[Tensor, Tensor]]:
+def batches_to_score(everyone: CountedComm, context: RunContext) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's batches for the score grasp; it may have none.
 
     Collective on `world`. Raises UserError on every rank where a class has too few images, or one
@@ -430,7 +430,7 @@ def pieces_of_halves(size: int, most: int) -> list[slice]:
     return pieces
 
 
-def halves_of(everyone: Wire, shard: Any) -> list[Sized]:
+def halves_of(everyone: CountedComm, shard: Any) -> list[Sized]:
     """Return the same images on all ranks in pieces, each a batch. Collective on `world`."""
     drawn = draw_balanced(everyone, shard, SAMPLES)
     most = max(1, BATCH_PIXELS // drawn.images[0, 0].numel())
@@ -440,7 +440,7 @@ def halves_of(everyone: Wire, shard: Any) -> list[Sized]:
     ]
 
 
-def draw_balanced(everyone: Wire, shard: Any, each: int) -> Any:
+def draw_balanced(everyone: CountedComm, shard: Any, each: int) -> Any:
     """Return `each` images of every class, class by class.
 
     `shard` is a `data.batches.Shard`, of images uint8 [n, 3, H, W] and labels int64 [n], CPU.

@@ -7,7 +7,7 @@
 | result in the node   | node (hierarchical) | Bcast                     | gradient, dense      |
 
 and, once per outer iteration, the BatchNorm statistics of all ranks and, where it is evaluated, a
-digest of theta. The workers are all ranks or the node leaders (`comm/wire.py`); the mean over all N
+digest of theta. The workers are all ranks or the leaders (`comm/counted.py`); the mean over all N
 ranks is what every exchange aims at, and all ranks hold the same theta after every step. With a
 method that `drifts` only those of a node do: z, which is evaluated and delivered, is the mean then,
 and theta stays each node's. An outer iteration is T steps, as in H-SADMM, so that evaluations,
@@ -22,15 +22,15 @@ from collections.abc import Generator
 from torch import Tensor
 
 from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks
+from prunex_mpi.comm.counted import CountedComms, reduce_between_nodes_
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.comm.wire import Wires, reduce_between_nodes_
 from prunex_mpi.core import steps
 from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.evaluation import check_divergence
 from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_local
 from prunex_mpi.core.replica_check import check_replicas_
-from prunex_mpi.core.state import RunContext, agreeing, wires_of
+from prunex_mpi.core.state import RunContext, agreeing, comms_of
 from prunex_mpi.core.statistics import average_statistics
 from prunex_mpi.core.steps import Rounds
 from prunex_mpi.methods.exchange import Exchange
@@ -45,11 +45,11 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
     computes, `inter` waiting for gradients and statistics. Raises Diverged on every rank.
     """
     state, settings, position = context.state, context.settings, context.state.position
-    wires = wires_of(topology, state, context.transport, settings.aggregation == "flat")
+    comms = comms_of(topology, state, context.transport, settings.aggregation == "flat")
     own = exchange_of(settings.method)
-    exchange = own(wires, context)
-    early = wires.workers if own.plain_mean else None
-    with steps.averaging(early if wires.flat else wires.node, context) as averager:
+    exchange = own(comms, context)
+    early = comms.workers if own.plain_mean else None
+    with steps.averaging(early if comms.flat else comms.node, context) as averager:
         for this in rounds(context):
             with phase(context, this, "local"):
                 loss = yield from train_steps(exchange, averager)
@@ -59,19 +59,19 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
                 drift = exchange.prune_(done=this.k)
             split_local(context, this, waiting="inter")
             with phase(context, this, "inter"):
-                average_statistics(wires, state)
+                average_statistics(comms, state)
                 if is_due(context, this) and not own.drifts:
-                    check_replicas_(wires.everyone, state)
+                    check_replicas_(comms.everyone, state)
                 loss = mean_loss(topology.world, state, loss)
             distance = None
             if own.drifts:
                 # No part of training: who evaluates or delivers needs it.
                 with phase(context, this, "evaluate"):
-                    distance = average_replicas_(wires, context)
+                    distance = average_replicas_(comms, context)
             if settings.method.removes:
                 with phase(context, this, "project"):
                     if exchange.reshape_(done=this.k):
-                        exchange = own(wires, context)
+                        exchange = own(comms, context)
                         if averager is not None:
                             averager.listen_to(context.problem.model, state.layout, state.grad)
             if distance is None:
@@ -127,32 +127,32 @@ def average_gradient_(exchange: Exchange) -> None:
 
     Collective on `workers` and, with hierarchical aggregation, on `node`.
     """
-    wires, workers, grad = exchange.wires, exchange.wire, exchange.state.grad
+    comms, workers, grad = exchange.comms, exchange.link, exchange.state.grad
     if exchange.plain_mean:
         # Flat, it is the mean over all ranks already.
-        if not wires.flat:
+        if not comms.flat:
             grad.mul_(workers.weight)
-            reduce_between_nodes_(workers, wires.node, grad)
+            reduce_between_nodes_(workers, comms.node, grad)
         return
     if workers.is_member:
         if not exchange.drifts:
             grad.mul_(workers.weight)
         exchange.exchange_(grad)
-    if not wires.flat:
-        wires.node.broadcast_(grad)
+    if not comms.flat:
+        comms.node.broadcast_(grad)
     exchange.follow_()
 
 
-def average_replicas_(wires: Wires, context: RunContext) -> float:
+def average_replicas_(comms: CountedComms, context: RunContext) -> float:
     """Set z to the mean of theta over all ranks; return how far apart the nodes are.
 
     That is the root of the mean over ranks of |theta - z|^2, divided by |z|. Collective on `node`
     and `leader`, then on `world`.
     """
     state = context.state
-    state.z.copy_(state.theta).mul_(wires.workers.weight)
-    reduce_between_nodes_(wires.workers, wires.node, state.z, kind="evaluate")
+    state.z.copy_(state.theta).mul_(comms.workers.weight)
+    reduce_between_nodes_(comms.workers, comms.node, state.z, kind="evaluate")
     squares = float(squared_distances(state.theta, state.z, state.layout).sum())
     with agreeing(state, "Allreduce and Bcast of a distance", alike_bytes(1)):
-        squares = mean_over_ranks(wires.everyone.comm, squares)
+        squares = mean_over_ranks(comms.everyone.comm, squares)
     return squares**0.5 / max(float(norm(state.z)), sys.float_info.min)

@@ -49,10 +49,10 @@ class PowerSgd(Exchange):
         residual = self.state.memory[RESIDUAL].add_(flat)
         move_whole_(residual, split.whole, whole)
         low_rank.project_left_(residual, right, split, left)
-        self.wire.reduce_(whole)
-        self.wire.reduce_by_first_(left, lambda: low_rank.orthonormalise_(left, split))
+        self.link.reduce_(whole)
+        self.link.reduce_by_first_(left, lambda: low_rank.orthonormalise_(left, split))
         low_rank.project_right_(residual, left, split, right)
-        self.wire.reduce_(right)
+        self.link.reduce_(right)
         low_rank.multiply_(flat, left, right, split)
         put_whole_(flat, split.whole, whole)
 

@@ -53,7 +53,7 @@ class PruneTrain(Exchange):
             if (position.iteration, position.step) == (1, 0):
                 ratio = self.options.lasso_ratio
                 coefficient.copy_(lasso.coefficient_for(ratio, loss.detach(), norms))
-                self.wires.everyone.broadcast_(coefficient)
+                self.comms.everyone.broadcast_(coefficient)
             scaled = state.scaler.scale(coefficient)
             lasso.write_subgradient_(state.theta, self.penalty, norms, scaled, state.scratch)
             state.grad.add_(state.scratch)
@@ -63,7 +63,7 @@ class PruneTrain(Exchange):
 
         An averager of the old parameters is then of no use any more, either. Collective on `world`.
         """
-        state, everyone = self.state, self.wires.everyone
+        state, everyone = self.state, self.comms.everyone
         if done % self.options.reconfigure_every:
             return False
         removed = np.zeros(state.mask.bits.size, dtype=bool)

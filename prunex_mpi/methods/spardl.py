@@ -51,7 +51,7 @@ class SparDl(Exchange):
     )
 
     def allocate(self) -> None:
-        theta, teams, comm = self.state.theta, self.options.teams, self.wire.comm
+        theta, teams, comm = self.state.theta, self.options.teams, self.link.comm
         workers = comm.size // teams
         first, self.place = comm.rank - comm.rank % workers, comm.rank % workers
         self.team = range(first, first + workers)
@@ -111,7 +111,7 @@ class SparDl(Exchange):
             to, source = team[leaving.start % size], team[(place - distance) % size]
             for mine, came in zip(self.leaving, self.arriving, strict=True):
                 flat, received = mine[:many].view(-1), came[:many].view(-1)
-                self.wire.shift_(flat, to, received, source, team=size)
+                self.link.sendrecv_(flat, to, received, source, team=size)
             for number in range(many):
                 values, positions = (came[number] for came in self.arriving)
                 blocks[(place + number) % size].index_add_(0, positions, values)
@@ -119,9 +119,9 @@ class SparDl(Exchange):
     def gather_blocks_(self) -> None:
         """Hand the largest of this block to all; `places` are those of all."""
         mine = [kind[0] for kind in self.leaving]
-        sparse.move_top_(self.blocks[self.wire.comm.rank], *mine)
+        sparse.move_top_(self.blocks[self.link.comm.rank], *mine)
         for kind, everyone in zip(mine, self.everyone, strict=True):
-            self.wire.gather_(kind, everyone)
+            self.link.gather_(kind, everyone)
         torch.add(self.everyone[1], self.starts, out=self.places)
 
     def merge_teams_(self, kept: Tensor) -> None:
@@ -138,7 +138,7 @@ class SparDl(Exchange):
         places, where = torch.unique(positions, return_inverse=True)
         sums = values.new_zeros(places.numel())
         # In the order of the teams, of equal ones the first: the same bits at each of the peers.
-        mine = self.peers.index(self.wire.comm.rank)
+        mine = self.peers.index(self.link.comm.rank)
         sparse.add_sparse_(sums, values.roll(mine, 0), where.roll(mine, 0))
         chosen = sums.abs().sort(descending=True, stable=True).indices[:most]
         found = (sums, 0), (places, NOWHERE)
@@ -153,12 +153,12 @@ class SparDl(Exchange):
 
         Collective on the workers, which are in such ranges of one step.
         """
-        size, place, gap = len(ranks), ranks.index(self.wire.comm.rank), 1
+        size, place, gap = len(ranks), ranks.index(self.link.comm.rank), 1
         while gap < size:
             mine, received = rows[: min(gap, size - gap)], rows[gap : 2 * gap]
             to, source = ranks[(place - gap) % size], ranks[(place + gap) % size]
             team = size * ranks.step
-            self.wire.shift_(mine.view(-1), to, received.view(-1), source, team=team)
+            self.link.sendrecv_(mine.view(-1), to, received.view(-1), source, team=team)
             gap *= 2
 
     @staticmethod

@@ -49,7 +49,7 @@ class SparseLoco(Exchange):
         state = self.state
         extra = state.stats.numel() * STATISTICS.itemsize
         self.chunks = build_chunks(state.layout, self.options.ratio, state.theta, extra)
-        shape = self.wire.ring, self.chunks.nbytes
+        shape = self.link.ring, self.chunks.nbytes
         self.everyone = torch.zeros(shape, dtype=torch.uint8, device=state.theta.device)
 
     @staticmethod
@@ -66,9 +66,9 @@ class SparseLoco(Exchange):
         state, chunks = self.state, self.chunks
         known, modules = state.memory[KNOWN], state.bn_modules
         total = batchnorm.of_reference(modules, known)
-        if self.wire.is_member:
-            self.wire.gather_(self.fill(), self.everyone)
-        self.wires.node.broadcast_(self.everyone.view(-1))
+        if self.link.is_member:
+            self.link.gather_(self.fill(), self.everyone)
+        self.comms.node.broadcast_(self.everyone.view(-1))
         for message in self.everyone:
             add_decoded_(message, chunks, flat, -self.options.outer_lr)
             total.add_(message[chunks.extra : chunks.positions].view(STATISTICS))
@@ -81,7 +81,7 @@ class SparseLoco(Exchange):
 
     def fill(self) -> Tensor:
         """Return this node's message; what it leaves out stays to be sent."""
-        state, chunks, weight = self.state, self.chunks, self.wire.weight
+        state, chunks, weight = self.state, self.chunks, self.link.weight
         message = self.everyone.new_zeros(chunks.nbytes)
         left = state.memory[NOT_SENT].mul_(ERROR_DECAY)
         torch.sub(state.z, state.z_node, out=state.scratch)

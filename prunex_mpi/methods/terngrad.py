@@ -37,7 +37,7 @@ class TernGrad(Exchange):
 
     def allocate(self) -> None:
         theta = self.state.theta
-        self.counts = Counts(self.wire, theta, UP, bits_down(self.wire.comm.size))
+        self.counts = Counts(self.link, theta, UP, bits_down(self.link.comm.size))
         self.scales = theta.new_empty(len(self.state.layout.segments))
         self.draws = torch.empty_like(theta)
         self.up, self.down = (torch.empty_like(theta, dtype=torch.bool) for _ in range(2))
@@ -47,18 +47,18 @@ class TernGrad(Exchange):
         """Set the gradient to the sum of the workers' ternary ones."""
         pieces = pieces_of(flat, self.state.layout.segments)
         find_scales_(pieces, self.scales)
-        self.wire.reduce_(self.scales, MPI.MAX)
+        self.link.reduce_(self.scales, MPI.MAX)
         self.draw_(flat)
         sums = self.counts.sum_()
         if not self.counts.to_all:
             sums = self.counts.spread_(sums)
-        flat.copy_(sums.view(-1)[: flat.numel()]).sub_(self.wire.comm.size)
+        flat.copy_(sums.view(-1)[: flat.numel()]).sub_(self.link.comm.size)
         for piece, scale in zip(pieces, self.scales, strict=True):
             piece.mul_(scale)
 
     def draw_(self, grad: Tensor) -> None:
         """Set the first numbers to 0, 1 or 2 for the signs of `grad`, at random."""
-        seed, step, rank = self.settings.seed, steps_taken(self.context), self.wire.comm.rank
+        seed, step, rank = self.settings.seed, steps_taken(self.context), self.link.comm.rank
         drawn = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]
         self.generator.manual_seed(int(drawn >> 1))
         signs = self.counts.numbers.view(torch.int8).view(-1)[: grad.numel()]

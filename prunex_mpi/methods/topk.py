@@ -23,7 +23,7 @@ class TopK(Exchange):
     def allocate(self) -> None:
         self.counts = sparse.kept_per_layer(self.state.layout.segments, self.options.ratio)
         values = self.state.theta.new_empty(sum(self.counts))
-        self.sent = EqualParts(self.wire, values, torch.empty_like(values, dtype=torch.int32))
+        self.sent = EqualParts(self.link, values, torch.empty_like(values, dtype=torch.int32))
 
     @staticmethod
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:

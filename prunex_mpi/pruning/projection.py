@@ -45,7 +45,7 @@ def kept_count(count: int, ratio: float) -> int:
     return min(count, max(1, math.ceil(ratio * count - 1e-9)))
 
 
-def group_energies(
+def group_squared_norms(
     flat: Tensor,
     layout: Layout,
     groups: Groups,
@@ -60,21 +60,21 @@ def group_energies(
     masks = {entry.layer: entry for entry in factors}
     if selections[0].kind == "coupled":
         return _coupled_scores(views, masks, groups, selections)
-    energies = []
+    squared_norms = []
     for selection in selections:
         layer, number = groups.layers[selection.layer], selection.layer
         if selection.kind in INSIDE:
             squares = _masked_(views[number].square(), masks.get(number)).view(-1, layer.kernel)
             patterns = torch.from_numpy(PATTERNS.T).to(squares)
             sums = squares.sum(dim=1) if selection.kind == "kernel" else squares @ patterns
-            energies.append(sums.view(-1))
+            squared_norms.append(sums.view(-1))
             continue
         by_row = selection.kind == "filter"
         sums = torch.cat(_slice_squares(views[number], (by_row, not by_row), masks.get(number)))
         if selection.kind == "channel":
             sums = sums.view(layer.blocks * layer.channels, layer.kernel).sum(dim=1)
-        energies.append(sums)
-    return torch.cat(energies).cpu()
+        squared_norms.append(sums)
+    return torch.cat(squared_norms).cpu()
 
 
 def _slice_squares(
@@ -126,11 +126,11 @@ def _coupled_scores(
         for part in _slice_squares(views[number], dims, masks.get(number))
     ]
     # One transfer; sums on the host are float64.
-    energies = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]
-    totals = np.bincount(scored.side, energies, len(scored.slices))
+    squared_norms = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]
+    totals = np.bincount(scored.side, squared_norms, len(scored.slices))
     # A tensor of zeros says nothing about its groups.
     scale = np.divide(scored.slices, totals, out=np.zeros_like(totals), where=totals > 1e-300)
-    scores = np.bincount(scored.group, energies * scale[scored.side], groups.total)
+    scores = np.bincount(scored.group, squared_norms * scale[scored.side], groups.total)
     scores /= np.maximum(scored.members, 1)
     return torch.from_numpy(scores[start:stop]).to(views[0].dtype)
 
@@ -171,23 +171,23 @@ def _sum_products(first: Tensor, second: Tensor, by_row: bool) -> Tensor:
 
 
 def select(
-    energies: np.ndarray,
+    squared_norms: np.ndarray,
     selections: tuple[Selection, ...],
-    strictness: float,
+    schedule_progress: float,
     groups: Groups | None = None,
 ) -> np.ndarray:
     """Return the mask that keeps the alpha groups of largest energy in every selection.
 
-    Ties go to the lower index. `strictness` in [0, 1] moves every keep ratio from 1 to its target
-    (the keep ramp). A budget of `groups` decides how many coupled groups are kept in all.
+    Ties go to the lower index. `schedule_progress` in [0, 1] moves each keep ratio from 1 to its
+    target (the keep ramp). A budget of `groups` decides how many coupled groups are kept in all.
     """
     if groups is not None and groups.budget is not None:
-        return _select_within_budget(energies, groups, strictness)
-    mask = np.zeros(energies.shape, dtype=bool)
+        return _select_within_budget(squared_norms, groups, schedule_progress)
+    mask = np.zeros(squared_norms.shape, dtype=bool)
     base = selections[0].start
     for s in selections:
-        alpha = kept_count(s.count, 1.0 - strictness * (1.0 - s.keep_ratio))
-        block = energies[s.start - base : s.stop - base].reshape(s.selections, s.count)
+        alpha = kept_count(s.count, 1.0 - schedule_progress * (1.0 - s.keep_ratio))
+        block = squared_norms[s.start - base : s.stop - base].reshape(s.selections, s.count)
         kept = np.argsort(-block, axis=1, kind="stable")[:, :alpha]
         view = mask[s.start - base : s.stop - base].reshape(s.selections, s.count)
         np.put_along_axis(view, kept, True, axis=1)
@@ -222,12 +222,14 @@ def with_budget(groups: Groups, layout: Layout, what: str, floor: float) -> Grou
     return limited
 
 
-def _select_within_budget(scores: np.ndarray, groups: Groups, strictness: float) -> np.ndarray:
+def _select_within_budget(
+    scores: np.ndarray, groups: Groups, schedule_progress: float
+) -> np.ndarray:
     """Return the mask without the groups of least score, of all sets, that fits the budget."""
     if groups.by_gate:
         scores = scores / shares_of_budget(groups)
     everything = cost(np.ones(groups.total, dtype=bool), groups)
-    limit = everything - strictness * (everything - groups.budget.limit)
+    limit = everything - schedule_progress * (everything - groups.budget.limit)
 
     def fits(removed: int) -> bool:
         return cost(reduce_to(scores, groups, removed), groups) <= limit

@@ -61,7 +61,7 @@ class Verdict:
     stays: tuple[str, ...]
 
 
-def judge(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
+def find_removable(model: nn.Module, coupling: Coupling, images: Tensor) -> Verdict:
     """Return which groups can be removed, by the weights of `model` and images [n, 3, H, W].
 
     At least one group of each set stays.

@@ -20,7 +20,7 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import require_same, run_collectively
-from prunex_mpi.comm.async_exchange import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import BUCKET_MIB, broadcast_weights_, build_transport
 from prunex_mpi.comm.topology import Topology, nodes_of
 from prunex_mpi.config.resolve import to_toml
@@ -101,8 +101,10 @@ def replicate(
         threads = set_threads(topology.core_sharers, topology.host_size)
         feed = Calibration(calibrate, steps_per_epoch or resolved.local_steps)
         context = _assemble(topology, model, optimizer, resolved, example, feed, scaler)
-        behind = exchanging_behind(topology, resolved.overlap_steps > 0, context.transport)
-        context = replace(context, behind=exits.enter_context(behind))
+        asynchronous = exchanging_asynchronously(
+            topology, resolved.overlap_steps > 0, context.transport
+        )
+        context = replace(context, asynchronous=exits.enter_context(asynchronous))
         if comm.rank == 0:
             log.info("torch computes with %d threads on rank 0", threads)
             log_unpruned(resolved, context.state.groups, context.state.layout.numel)
@@ -359,8 +361,8 @@ class Replica:
         The data loader's place, a scheduler and random generators are the caller's to keep.
         `torch.save` and `torch.load(weights_only=True)` take it. Does not communicate.
         """
-        if self._context.behind is not None:
-            self._context.behind.finish()
+        if self._context.asynchronous is not None:
+            self._context.asynchronous.finish()
         where = [self._topology.world.rank, *self._topology.node_sizes]
         return {
             "ranks": where,

@@ -100,7 +100,7 @@ def run_sections(world: "MPI.Comm", options: Options, heartbeat: "Heartbeat") ->
 
     Collective on `world`.
     """
-    from prunex_mpi.comm.agreement import run_collectively, run_on_first
+    from prunex_mpi.comm.agreement import run_collectively, run_on_root
     from prunex_mpi.research import beside_torch, measure
     from prunex_mpi.run.start import check_launched_together, find_transport, take_places
 
@@ -116,7 +116,7 @@ def run_sections(world: "MPI.Comm", options: Options, heartbeat: "Heartbeat") ->
     with take_places(world, 0, settings.device, options.threads) as place:
         around = place.topology, settings, find_transport(place, settings), place.device
         bench = measure.Bench(*around, heartbeat, options.models, options.steps, options.repeat)
-        run_on_first(world, lambda: prepare_file(options.json_file))
+        run_on_root(world, lambda: prepare_file(options.json_file))
         heartbeat.enter("model")
         run_collectively(world, lambda: measure.check_models(bench, sections))
         machine, tables = place.describe(), []

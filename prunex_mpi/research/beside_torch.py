@@ -20,7 +20,7 @@ from mpi4py import MPI
 from prunex_mpi.base.tables import Table
 from prunex_mpi.comm.agreement import broadcast_text, gather_text, run_collectively
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.state import Problem, next_iteration, wires_of
+from prunex_mpi.core.state import Problem, comms_of, next_iteration
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.data.request import Request
 from prunex_mpi.diagnosis.facts import gpu_identity
@@ -134,9 +134,9 @@ def dense_turn(
     `exchanges`.
     """
     context = set_up(bench.topology, bench.settings, bench.device, bench.transport, bench.heartbeat)
-    wires = wires_of(bench.topology, context.state, bench.transport, flat=True)
-    averager = exits.enter_context(averaging(wires.workers if exchanges else None, context))
-    exchange = Dense(wires, context)
+    comms = comms_of(bench.topology, context.state, bench.transport, flat=True)
+    averager = exits.enter_context(averaging(comms.workers if exchanges else None, context))
+    exchange = Dense(comms, context)
 
     def turn() -> None:
         rounds, loss = per_step.train_steps(exchange, averager), None

@@ -43,7 +43,7 @@ from prunex_mpi.comm.agreement import (
     require_same,
     run_collectively,
     run_collectively_while,
-    run_on_first,
+    run_on_root,
 )
 from prunex_mpi.config.cli import read_saved, resumed_by_tokenizer
 from prunex_mpi.config.resolve import FIELDS, first_difference, flat_values
@@ -101,7 +101,7 @@ def compare(world: MPI.Comm, options: Options) -> int:
     with catching() as received:
         received.quiet = world.rank > 0
         found = run_all(world, options, received)
-    run_on_first(world, lambda: show(options, found))
+    run_on_root(world, lambda: show(options, found))
     # Nobody leaves while another may still need the job.
     world.Barrier()
     return FAILURE if any(run.failed for run in found.outcomes) else 0
@@ -124,7 +124,7 @@ def run_all(world: MPI.Comm, options: Options, received: ReceivedSignal) -> Comp
     check_launched_together(world)
     agreed = repr((options, recorded_versions()))
     require_same(world, "the flags or the versions of the software", agreed)
-    run_on_first(world, lambda: prepare(options))
+    run_on_root(world, lambda: prepare(options))
     revealed = read_reveal(world, options)
     first = options.run_of(options.rows[0], options.seeds[0]).settings
     with take_places(world, options.common.get("ranks_per_node", 0), first.device) as place:
@@ -318,7 +318,7 @@ def do_run(
     with watched(world, run.settings.timeout) as watchdog:
         heartbeat = watchdog.heartbeat
         settings = run_collectively(world, lambda: settings_in(path, run))
-        if not broadcast_json(world, run_on_first(world, lambda: has_ended(path))):
+        if not broadcast_json(world, run_on_root(world, lambda: has_ended(path))):
             if revealed:
                 raise UserError(
                     f"--reveal: the run {run.name} is missing in {quote(options.folder, 250)}: "

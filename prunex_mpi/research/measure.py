@@ -37,7 +37,7 @@ from prunex_mpi.config.resolve import with_overrides
 from prunex_mpi.core.admm import find_residuals
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.mask_choice import project_locally
-from prunex_mpi.core.state import State, adopt_mask, build_state, wires_of
+from prunex_mpi.core.state import State, adopt_mask, build_state, comms_of
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
@@ -146,7 +146,7 @@ def _steps(bench: Bench, state: State) -> Table:
     settings, theta, whole = bench.settings, state.theta, state.message.fragment()
     payload, _ = state.message.values(whole)
     target = torch.empty_like(theta)
-    node = wires_of(bench.topology, state, bench.transport).node
+    node = comms_of(bench.topology, state, bench.transport).node
 
     def candidate() -> None:
         torch.add(theta, state.u, out=state.scratch)

@@ -18,7 +18,7 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import read_text, telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_json, run_collectively, run_on_first
+from prunex_mpi.comm.agreement import broadcast_json, run_collectively, run_on_root
 from prunex_mpi.research.plan import Options
 from prunex_mpi.run.directory import read_summary
 from prunex_mpi.run.start import Place
@@ -63,7 +63,7 @@ def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
             raise UserError(f"{file}: a --reveal did not come to its end; finish it with --reveal")
         return found
 
-    return broadcast_json(world, run_on_first(world, read))
+    return broadcast_json(world, run_on_root(world, read))
 
 
 def reveal(
@@ -86,7 +86,7 @@ def reveal(
             )
         return found
 
-    networks = broadcast_json(world, run_on_first(world, look))
+    networks = broadcast_json(world, run_on_root(world, look))
     if before.get("results"):
         log.info("the test data were looked at %s, and are not again", before["at"])
         return before
@@ -100,10 +100,10 @@ def reveal(
         note = partial(write_json_durably, Path(options.folder) / REVEAL, found)
         telling_disk_errors(REVEAL, note)
 
-    run_on_first(world, write)
+    run_on_root(world, write)
     found = broadcast_json(world, found)
     found["results"] = test_all(place, options, names, heartbeat)
-    run_on_first(world, write)
+    run_on_root(world, write)
     return found
 
 

@@ -27,7 +27,7 @@ from prunex_mpi.comm.agreement import (
     gather_text,
     run_collectively,
     run_collectively_while,
-    run_on_first,
+    run_on_root,
 )
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.lasting import SUM, Numbers, Parts, Tensors, lasting
@@ -129,7 +129,7 @@ def save(topology: Topology, run: RunDirectory | None, context: RunContext) -> N
         }
         run.remove_later(checkpoint_files.publish(folder, manifest))
 
-    run_on_first(world, lambda: telling_disk_errors(what, publish))
+    run_on_root(world, lambda: telling_disk_errors(what, publish))
 
 
 def find_newest(world: MPI.Comm, settings: Settings) -> tuple[Settings, bool]:
@@ -211,7 +211,7 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
 
     nodes = gather_counts(world, topology.node_index)
     refused: list[str] = []
-    for name in broadcast_json(world, run_on_first(world, list_names)):
+    for name in broadcast_json(world, run_on_root(world, list_names)):
         digests = {"model": model_digest(state), "data": context.problem.digest}
         path, manifest, reason = _read_manifest(world, run, name, digests)
         if not reason:
@@ -225,7 +225,7 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
         if reason:
             refused.append(f"{name}: {reason}")
             continue
-        run_on_first(world, partial(rewind, manifest["files"], refused))
+        run_on_root(world, partial(rewind, manifest["files"], refused))
         lost = False
         if other:
             lost = put_common(topology, parts, sum(manifest["node_sizes"]), context)
@@ -237,7 +237,7 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
         return Restored(name, tuple(refused), other, duals, dealt_out, lost)
     if refused:
         raise UserError("no checkpoint can be used: " + "; ".join(refused), UNREADABLE)
-    run_on_first(world, lambda: rewind({}))
+    run_on_root(world, lambda: rewind({}))
     return Restored("", ())
 
 

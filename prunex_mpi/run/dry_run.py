@@ -10,7 +10,7 @@ from prunex_mpi.config.resolve import flat_values, make, toml_key
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.message import message_bytes
-from prunex_mpi.core.schedule import quadratic_rounds, strictness
+from prunex_mpi.core.schedule import quadratic_rounds, schedule_progress
 from prunex_mpi.core.state import find_stats_groups, kept_stats
 from prunex_mpi.core.sums import BLOCK
 from prunex_mpi.data.request import NOTHING_KNOWN, Known, Request
@@ -74,9 +74,9 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         plan = build_plan(layout, groups, mask, parameter.device)
         return plan, kept_stats(mask, stats_groups).size
 
-    def message(strict: float, parted: bool) -> int:
+    def message(strict: float, fragmented: bool) -> int:
         plan, carried = planned(strict)
-        if parted:
+        if fragmented:
             return sum(sizes_of_parts(settings, plan, carried, size))
         return message_bytes(settings.payload, plan.numel, carried, size)
 
@@ -85,11 +85,13 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         # None of them but one-shot prunes.
         warmup, ramp = getattr(settings.options, "prune_iteration", 1) - 1, 0
     count = _rounds(settings)[0]
-    parted = parted_in(settings, count)
-    run = [(strictness(k, warmup, ramp), k in parted) for k in exchanges_in(settings, count)]
+    fragmented = parted_in(settings, count)
+    run = [
+        (schedule_progress(k, warmup, ramp), k in fragmented) for k in exchanges_in(settings, count)
+    ]
     # Before the freeze there are no parts.
-    first = 0.0, bool(parted) and not settings.method.consensus
-    final = 1.0, bool(parted)
+    first = 0.0, bool(fragmented) and not settings.method.consensus
+    final = 1.0, bool(fragmented)
     payloads = {which: message(*which) for which in {first, final, *run}}
     total = sum(payloads[which] for which in run)
     dense = (layout.numel + statistics) * size

@@ -20,12 +20,12 @@ from prunex_mpi.comm.agreement import (
     broadcast_text,
     run_collectively,
     run_collectively_while,
-    run_on_first,
+    run_on_root,
 )
 from prunex_mpi.comm.preemption import find_deadline
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import to_toml
-from prunex_mpi.core.evaluation import Judged, best_of, delivered, judge
+from prunex_mpi.core.evaluation import Evaluation, best_of, delivered, evaluate_delivered
 from prunex_mpi.core.metrics import density, prunable_and_kept
 from prunex_mpi.core.state import Problem, RunContext, State, weights
 from prunex_mpi.data.datasets import Dataset
@@ -36,7 +36,7 @@ from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.run import checkpoint, directory, start
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
-from prunex_mpi.run.kept import Kept, begin, put_back, tell
+from prunex_mpi.run.kept import InMemoryCheckpoint, begin, put_back, tell
 from prunex_mpi.run.pretrained import read_initial
 from prunex_mpi.run.problem import load_dataset, share_contents
 from prunex_mpi.run.summary import add_up, closing_table, mean_speed
@@ -51,7 +51,7 @@ def run(
     settings: Settings,
     watchdog: Watchdog,
     received: ReceivedSignal,
-    kept: Kept | None = None,
+    kept: InMemoryCheckpoint | None = None,
 ) -> int:
     """Do all that the program does once it has its settings; return the exit code.
 
@@ -88,7 +88,7 @@ def run(
         transport = start.prepare(place, settings)
         if settings.run_dir:
             early = partial(directory.check_run_dir, Path(settings.run_dir), settings.resume)
-            run_on_first(world, early)
+            run_on_root(world, early)
         heartbeat.enter("data")
         known = share_contents(world, request, heartbeat)
         start.look_at_model(world, settings, known, heartbeat)
@@ -106,7 +106,7 @@ def run(
             run_collectively(world, lambda: watchdog.share(path / "heartbeats", world.size))
             if isinstance(dataset, TextSet):
                 used = dataset.text.tokenizer
-                run_on_first(world, lambda: files.keep_tokenizer(used.name, used.digest))
+                run_on_root(world, lambda: files.keep_tokenizer(used.name, used.digest))
             if settings.resume:
                 if is_complete(world, files):
                     log.info("%s is complete: there is nothing left to do", path)
@@ -142,7 +142,7 @@ def run(
 
             # Last of all: a run that has a summary needs nothing more.
             end = partial(telling_disk_errors, SUMMARY, lambda: files.write_summary(totals))
-            run_on_first(world, end)
+            run_on_root(world, end)
             code = PREEMPTED if status == "preempted" else 0
             if kept:
                 kept.code = code
@@ -152,7 +152,7 @@ def run(
                 print_result(closing_table(totals, path))
 
             # Nobody leaves while another may still need the job.
-            run_on_first(world, lambda: files.finish_removals())
+            run_on_root(world, lambda: files.finish_removals())
             return code
 
 
@@ -180,7 +180,7 @@ def open_run(
             files.make_folder("heartbeats")
             return files
 
-        yield path, run_on_first(world, take)
+        yield path, run_on_root(world, take)
 
 
 def code_of_ended(world: MPI.Comm, run: Path) -> int | None:
@@ -188,7 +188,7 @@ def code_of_ended(world: MPI.Comm, run: Path) -> int | None:
 
     One that goes on with a run removes what was said before.
     """
-    found = run_on_first(world, lambda: directory.read_summary(run))
+    found = run_on_root(world, lambda: directory.read_summary(run))
     status = broadcast_json(world, found and found.get("status"))
     if not status:
         return None
@@ -197,7 +197,7 @@ def code_of_ended(world: MPI.Comm, run: Path) -> int | None:
 
 def is_complete(world: MPI.Comm, files: RunDirectory | None) -> bool:
     """Return whether the run has come to its end. Collective on `world`."""
-    return broadcast_json(world, run_on_first(world, lambda: files.complete()))
+    return broadcast_json(world, run_on_root(world, lambda: files.complete()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def deliver(
 
     Rank 0 has `files`; the others get None and return {}. Collective on `world`.
     """
-    results = judge_best(topology, context)
+    results = evaluate_best(topology, context)
 
     def write() -> dict[str, Any]:
         if files is None:
@@ -234,19 +234,19 @@ def deliver(
     return run_collectively_while(topology.world, action, context.heartbeat)
 
 
-def judge_best(topology: Topology, context: RunContext) -> dict[str, Any]:
+def evaluate_best(topology: Topology, context: RunContext) -> dict[str, Any]:
     """Return what the best network by data held out reached there, and on test data if opened.
 
     {} where nothing is held out. Collective on `world`.
     """
     if not context.state.position.best:
         return {}
-    found = Judged(*context.state.position.best)
+    found = Evaluation(*context.state.position.best)
     outcome = context.problem.task.outcome(found.loss, found.accuracy)
     results: dict[str, Any] = {"validation": {"iteration": found.iteration, **outcome}}
     if context.problem.kept_back is not None:
         with best_of(context):
-            tested = judge(topology, context, context.problem.kept_back)
+            tested = evaluate_delivered(topology, context, context.problem.kept_back)
         results |= {f"test_{name}": value for name, value in tested.items()}
     return results
 

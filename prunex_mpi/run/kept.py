@@ -94,7 +94,7 @@ class Snapshot:
 
 
 @dataclass
-class Kept:
+class InMemoryCheckpoint:
     """What outlives the loss of a node on one rank.
 
     `settings` are those to go on with once the run has `began`, `made` the communicators in use,
@@ -118,7 +118,7 @@ class Kept:
     code: int | None = None
 
 
-def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> None:
+def begin(topology: Topology, context: RunContext, path: str, kept: InMemoryCheckpoint) -> None:
     """Note who is there, and how to go on with the run in `path`. Collective on `world`."""
     problem = context.problem
     colours = {"image_mean": tuple(problem.mean.tolist()), "image_std": tuple(problem.std.tolist())}
@@ -130,11 +130,15 @@ def begin(topology: Topology, context: RunContext, path: str, kept: Kept) -> Non
     kept.began = True
 
 
-def keep(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
+def keep(
+    topology: Topology, files: RunDirectory | None, context: RunContext, kept: InMemoryCheckpoint
+) -> None:
     """Copy what the ranks have in common, in place of the last but one. Collective on `world`."""
-    state, behind = context.state, context.behind
+    state, asynchronous = context.state, context.asynchronous
     sizes = broadcast_json(topology.world, files.lengths() if files else None)
-    tensors, numbers = common_contents(state, context.problem, behind is None or behind.at_rest)
+    tensors, numbers = common_contents(
+        state, context.problem, asynchronous is None or asynchronous.at_rest
+    )
     old = kept.snapshots.pop(0).tensors if len(kept.snapshots) == 2 else {}
     for key, tensor in tensors.items():
         there = old.get(key)
@@ -149,7 +153,7 @@ def keep(topology: Topology, files: RunDirectory | None, context: RunContext, ke
 
 
 def put_back(
-    topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept
+    topology: Topology, files: RunDirectory | None, context: RunContext, kept: InMemoryCheckpoint
 ) -> bool:
     """Go on from the last outer iteration that all have finished, if there is one.
 
@@ -186,7 +190,9 @@ def put_back(
     return True
 
 
-def tell(topology: Topology, files: RunDirectory | None, context: RunContext, kept: Kept) -> None:
+def tell(
+    topology: Topology, files: RunDirectory | None, context: RunContext, kept: InMemoryCheckpoint
+) -> None:
     """Log and note what was lost, and who goes on."""
     iteration, now = context.state.position.iteration, time.time()
     ranks, nodes = topology.world_size, topology.num_nodes

@@ -23,7 +23,7 @@ from prunex_mpi.comm.agreement import (
     broadcast_json,
     run_collectively,
     run_collectively_while,
-    run_on_first,
+    run_on_root,
 )
 from prunex_mpi.comm.collectives import Transport, broadcast_weights_
 from prunex_mpi.comm.topology import Topology
@@ -174,7 +174,7 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, context: Ru
     def write() -> None:
         write_json_durably(files.path / INITIAL, record)
 
-    run_on_first(topology.world, lambda: telling_disk_errors(INITIAL, write))
+    run_on_root(topology.world, lambda: telling_disk_errors(INITIAL, write))
 
 
 def read_initial(run: Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from prunex_mpi.core.task import EVALUATION_BATCH, IMAGES, next_token
 from prunex_mpi.data.batches import (
     Augmentation,
     BatchStream,
-    Look,
+    ImageFormat,
     channel_moments,
     evaluation_batches,
     images_at_once,
@@ -319,7 +319,7 @@ def _feed_of_images(
         mean, std = torch.tensor(settings.image_mean), torch.tensor(settings.image_std)
     else:
         mean, std = measure_colours(topology, dataset, heartbeat)
-    look = Look(mean, std, *where, settings.channels_last)
+    look = ImageFormat(mean, std, *where, settings.channels_last)
     train = BatchStream(
         dataset.train,
         look,

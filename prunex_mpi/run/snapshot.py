@@ -90,7 +90,7 @@ def misfit(
     The rank was a `leader`, or the `first` of all; its data are the same on the `same_nodes`.
     Checksums, format and configuration are as they were written.
     """
-    in_flight = bool(numbers["position"]["under_way"])
+    in_flight = bool(numbers["position"]["in_flight"])
     stage = {"retired": numbers["stage"][1], "in_flight": in_flight}
     table = lasting.lasting(state, problem.model, **stage)
     wanted = {n: e.tensor for n, e in table.items() if e.is_written(leader, first)}

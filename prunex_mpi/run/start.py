@@ -25,7 +25,7 @@ from prunex_mpi.comm.agreement import (
     require_same,
     run_collectively,
     run_collectively_while,
-    run_on_first,
+    run_on_root,
 )
 from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
@@ -313,12 +313,12 @@ def assemble(
     model = run_collectively(topology.world, lambda: make_model(settings, inputs))
     world = topology.world
     run_collectively(world, lambda: check_state_dict(model))
-    run_on_first(world, lambda: check_model(settings, model, inputs))
+    run_on_root(world, lambda: check_model(settings, model, inputs))
     layout = run_collectively(world, lambda: build_layout(model))
     tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
     require_same(world, "the parameters of the model", repr((layout, tensors)))
     # One rank tries what the others then go by.
-    tried = run_on_first(world, lambda: choose_rules(settings, model, inputs).text())
+    tried = run_on_root(world, lambda: choose_rules(settings, model, inputs).text())
     rules = rules_of(broadcast_text(world, tried or ""))
     if settings.init_from and reads:
         settings = load_initial_(world, settings, model, inputs, dataset.class_names, heartbeat)

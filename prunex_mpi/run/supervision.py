@@ -30,7 +30,7 @@ from prunex_mpi.comm.agreement import (
     raise_together,
     run_collectively,
 )
-from prunex_mpi.comm.async_exchange import check_thread_support, exchanging_behind
+from prunex_mpi.comm.async_exchange import check_thread_support, exchanging_asynchronously
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.comm.topology import Topology
@@ -45,7 +45,7 @@ from prunex_mpi.methods.stepper import Stepper
 from prunex_mpi.models import batchnorm
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.kept import Kept, keep
+from prunex_mpi.run.kept import InMemoryCheckpoint, keep
 from prunex_mpi.run.pretrained import evaluate_initial
 from prunex_mpi.settings.fields import Settings
 
@@ -100,7 +100,7 @@ def train(
     checkpoints: Checkpoints,
     received: ReceivedSignal,
     deadline: float | None,
-    kept: Kept | None = None,
+    kept: InMemoryCheckpoint | None = None,
 ) -> tuple[str, str]:
     """Train with all that goes on meanwhile; return the status, and what stopped the run, or "".
 
@@ -110,9 +110,11 @@ def train(
     settings = context.settings
     with (
         stop_agreement(topology.world, received, deadline, topology.made) as stop,
-        exchanging_behind(topology, goes_behind_steps(settings), context.transport) as behind,
+        exchanging_asynchronously(
+            topology, overlaps_steps(settings), context.transport
+        ) as asynchronous,
     ):
-        context = replace(context, stop=stop, behind=behind)
+        context = replace(context, stop=stop, asynchronous=asynchronous)
         if kept is not None:
             # What was trained before a loss is in memory: however late, it becomes a checkpoint.
             stop.went_on = kept.loss is not None and bool(kept.snapshots)
@@ -134,7 +136,7 @@ def train(
     return status, stop.reason
 
 
-def goes_behind_steps(settings: Settings) -> bool:
+def overlaps_steps(settings: Settings) -> bool:
     """Return whether exchanges of this run overlap with local steps."""
     return settings.method.averages and settings.overlap_steps > 0
 
@@ -177,7 +179,7 @@ def iterate(
     context: RunContext,
     checkpoints: Checkpoints,
     progress: Progress,
-    kept: Kept | None,
+    kept: InMemoryCheckpoint | None,
 ) -> str:
     """Iterate from where the state stands; return "completed", "converged" or "preempted".
 
@@ -265,9 +267,9 @@ def write_checkpoint(
     Collective on `world`.
     """
     context.heartbeat.enter("checkpoint")
-    if context.behind is not None:
+    if context.asynchronous is not None:
         # What has arrived is written with the rest, and waits for its step in both runs.
-        context.behind.finish()
+        context.asynchronous.finish()
     check_finite(topology, context)
     checkpoints.save(topology, files, context)
     if context.stop is not None:

@@ -25,7 +25,7 @@ from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.base.single_process import say_error
 from prunex_mpi.comm.agreement import gather_counts, run_collectively
 from prunex_mpi.run import job
-from prunex_mpi.run.kept import Kept, LostNodes, born
+from prunex_mpi.run.kept import InMemoryCheckpoint, LostNodes, born
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
@@ -44,7 +44,7 @@ def run(
     Collective on `world`.
     """
     run_collectively(world, check_support)
-    kept, here, told = Kept(settings), world, 0
+    kept, here, told = InMemoryCheckpoint(settings), world, 0
     while True:
         try:
             kept.code = job.run(here, kept.settings, watchdog, received, kept)
@@ -120,7 +120,7 @@ def end_together(world: MPI.Comm, watchdog: Watchdog, error: UserError) -> NoRet
 
 
 def shrink(
-    world: MPI.Comm, kept: Kept, error: MPI.Exception
+    world: MPI.Comm, kept: InMemoryCheckpoint, error: MPI.Exception
 ) -> tuple[MPI.Comm, MPI.Comm, LostNodes]:
     """Return the communicators of all ranks that are left and of those that go on, and the loss.
 
@@ -157,7 +157,7 @@ def shrink(
         left.Revoke()
 
 
-def divide(kept: Kept, ranks: list[int], size: int) -> tuple[list[int], LostNodes]:
+def divide(kept: InMemoryCheckpoint, ranks: list[int], size: int) -> tuple[list[int], LostNodes]:
     """Return which of the `ranks` that are left of `size` go on, and what is lost.
 
     Nodes go as a whole; where none is whole all go on, to write a checkpoint.
@@ -180,7 +180,7 @@ def together(first: LostNodes, second: LostNodes) -> LostNodes:
     return LostNodes(tuple(sorted(nodes)), tuple(sorted(ranks)))
 
 
-def fence(kept: Kept, ranks: list[int]) -> None:
+def fence(kept: InMemoryCheckpoint, ranks: list[int]) -> None:
     """Kill what was declared lost and is on this machine still: a process that is stopped.
 
     It would hold the run directory, and write into it once it wakes.

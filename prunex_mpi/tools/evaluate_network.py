@@ -27,11 +27,11 @@ from prunex_mpi.comm.agreement import (
     require_same,
     run_collectively,
     run_collectively_while,
-    run_on_first,
+    run_on_root,
     sum_alike_,
 )
 from prunex_mpi.core.task import by_position, next_token
-from prunex_mpi.data.batches import Look, Shard, evaluation_batches, images_at_once
+from prunex_mpi.data.batches import ImageFormat, Shard, evaluation_batches, images_at_once
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import decoding_threads
 from prunex_mpi.data.request import Classes, Part, Request
@@ -72,7 +72,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     set_up_logging(world.rank, world.size)
     check_launched_together(world)
     require_same(world, "the flags", repr(options))
-    run_on_first(world, lambda: prepare_file(options.json_file))
+    run_on_root(world, lambda: prepare_file(options.json_file))
     network = run_collectively(world, lambda: read_network(options.network, (options.model,)))
     with take_places(world, 0, options.device) as place:
         data = run_collectively(world, lambda: data_of(network, options))
@@ -94,7 +94,7 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
             write_json(options.json_file, found)
         print_result(words)
 
-    run_on_first(world, tell)
+    run_on_root(world, tell)
     return 0
 
 
@@ -138,7 +138,7 @@ def evaluate_images(
     world = place.topology.world
     heartbeat.enter("evaluate")
     dtype = next(network.model.parameters()).dtype
-    look = Look(network.mean, network.std, place.device, dtype)
+    look = ImageFormat(network.mean, network.std, place.device, dtype)
     model = network.model.to(place.device)
     model.eval()
     batch = min(batch, images_at_once(dataset.test))
@@ -244,7 +244,12 @@ def load_test(network: Network, request: Request, part: Part) -> Dataset:
 
 @torch.no_grad()
 def count(
-    model: nn.Module, shard: Shard, look: Look, classes: int, batch: int, heartbeat: Heartbeat
+    model: nn.Module,
+    shard: Shard,
+    look: ImageFormat,
+    classes: int,
+    batch: int,
+    heartbeat: Heartbeat,
 ) -> np.ndarray:
     """Return what adds up over ranks, of each class: images, right answers, losses [3, classes]."""
     sums = torch.zeros(3, classes, dtype=torch.float64)

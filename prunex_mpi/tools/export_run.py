@@ -19,7 +19,7 @@ from prunex_mpi.base.errors import FAILURE, UserError, listed, one_line
 from prunex_mpi.base.files import EXPORTED, STATE, TOKENIZER, sync, touch, write_json_durably
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
-from prunex_mpi.data.batches import Look, evaluation_batches, part_of
+from prunex_mpi.data.batches import ImageFormat, evaluation_batches, part_of
 from prunex_mpi.data.text import Windows, window_batches
 from prunex_mpi.diagnosis.machine import describe_machine, package_versions
 from prunex_mpi.models import gpt, slim, standalone
@@ -27,7 +27,12 @@ from prunex_mpi.models import inputs as inputs_file
 from prunex_mpi.models.dummy_input import evaluating, probe
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.pruning.coupling import Coupling, find_coupling
-from prunex_mpi.pruning.removable import describe_removed, find_rules, judge, zeros_that_stay
+from prunex_mpi.pruning.removable import (
+    describe_removed,
+    find_removable,
+    find_rules,
+    zeros_that_stay,
+)
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.tensor_file import save_tensors
@@ -63,7 +68,7 @@ def export(options: Namespace) -> None:
 
     # Take out what can go.
     coupling, stays = find_channels(run.model, inputs)
-    verdict = judge(run.model, coupling, images)
+    verdict = find_removable(run.model, coupling, images)
     tensors = smaller_tensors(run.model, coupling, verdict.removed)
     versions = package_versions()
     delivered = run.summary["delivered"]
@@ -143,7 +148,7 @@ def test_of(run: FinishedRun, most: int) -> Callable[[int], Iterator[tuple[Tenso
         )
     count = min(most or len(run.test.labels), len(run.test.labels))
     chosen = part_of(run.test, slice(count))
-    look = Look(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
+    look = ImageFormat(run.mean, run.std, "cpu", next(p.dtype for p in run.model.parameters()))
     return lambda size: evaluation_batches(chosen, batch_size=size, look=look)
 
 
@@ -175,7 +180,7 @@ def smaller(model: nn.Module, images: Tensor) -> nn.Module:
     coupling, stays = find_channels(model, kind)
     if stays:
         raise UserError("; ".join(stays))
-    found = shrink(model, coupling, judge(model, coupling, images).removed)
+    found = shrink(model, coupling, find_removable(model, coupling, images).removed)
     answers = torch.zeros(logits.shape[:-1], dtype=torch.int64)
     prove(model, found, iter([(images, answers)]), kind.counted)
     return found

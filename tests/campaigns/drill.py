@@ -286,11 +286,13 @@ def drill(
             bring_back(made, run, away, name)
     for host in made.hosts:
         machines.kill_processes(host.name)
-    judge(outcome, job.returncode, folder, iterations, steps)
+    evaluate_delivered(outcome, job.returncode, folder, iterations, steps)
     return outcome
 
 
-def judge(outcome: Outcome, code: int, folder: Path, iterations: int, steps: int) -> None:
+def evaluate_delivered(
+    outcome: Outcome, code: int, folder: Path, iterations: int, steps: int
+) -> None:
     """Read from the run's files what it has reached, and whether that is what it says.
 
     It was to have so many `iterations` of `steps` local steps.

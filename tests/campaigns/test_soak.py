@@ -46,7 +46,7 @@ class WatchedComm(MPI.Intracomm):
         return request
 
 
-def under_way() -> int:
+def in_flight() -> int:
     """Return the number of requests that nobody has completed, and forget the others."""
     WatchedComm.requests[:] = [r for r in WatchedComm.requests if r != MPI.REQUEST_NULL]
     return len(WatchedComm.requests)
@@ -55,7 +55,7 @@ def under_way() -> int:
 def held() -> tuple[int, int, int]:
     """Return the lowest free communicator, requests under way, and the number of open files."""
     comm = WORLD.Dup()
-    found = comm.py2f(), under_way(), len(os.listdir("/proc/self/fd"))
+    found = comm.py2f(), in_flight(), len(os.listdir("/proc/self/fd"))
     comm.Free()
     return found
 
@@ -122,6 +122,6 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
     assert status == "completed"
     (early, held_early), (late, held_late) = samples
     assert held_late == held_early
-    assert under_way() == 0
+    assert in_flight() == 0
     assert late < GROWTH * early, f"{early / 2**20:.1f} MiB, then {late / 2**20:.1f} MiB"
     print(f"rank {WORLD.rank}: {early / 2**20:.1f} MiB after {WARM}, {late / 2**20:.1f} at the end")

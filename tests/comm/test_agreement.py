@@ -17,7 +17,7 @@ from prunex_mpi.comm.agreement import (
     broadcast_json,
     count_same,
     run_collectively_while,
-    run_on_first,
+    run_on_root,
 )
 
 pytestmark = pytest.mark.mpi
@@ -97,14 +97,14 @@ def test_what_goes_wrong_on_some_ranks_ends_all(ranks):
 
 def test_the_first_does_it_and_what_goes_wrong_is_raised_on_all():
     done = []
-    found = run_on_first(WORLD, lambda: done.append(WORLD.rank) or "done")
+    found = run_on_root(WORLD, lambda: done.append(WORLD.rank) or "done")
     assert (found, done) == ((None, []) if WORLD.rank else ("done", [0]))
 
     def fails() -> None:
         raise UserError(f"no such file on {WORLD.rank}", 3)
 
     with pytest.raises(UserError, match="no such file on 0") as caught:
-        run_on_first(WORLD, fails)
+        run_on_root(WORLD, fails)
     assert caught.value.exit_code == 3
 
 

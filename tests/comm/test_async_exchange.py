@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import HELPER
-from prunex_mpi.comm.async_exchange import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import Transport, for_another_thread
 
 pytestmark = pytest.mark.mpi
@@ -22,7 +22,10 @@ TRANSPORT = Transport(1024)
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
 def test_both_threads_sum_at_once(ranks_per_node):
     """Neither takes what the other one sends, over the same ranks."""
-    with nodes_of(ranks_per_node) as topology, exchanging_behind(topology, True, TRANSPORT) as it:
+    with (
+        nodes_of(ranks_per_node) as topology,
+        exchanging_asynchronously(topology, True, TRANSPORT) as it,
+    ):
         assert it.node.size == topology.node_size
         assert (it.between == MPI.COMM_NULL) == (topology.leader == MPI.COMM_NULL)
         mine, theirs, names = np.full(1000, 1.0), np.full(1000, 1000.0), []
@@ -51,24 +54,30 @@ def test_what_the_helper_raises_is_raised_where_it_is_waited_for(error):
     def exchange() -> None:
         raise error
 
-    with nodes_of(2) as topology, exchanging_behind(topology, True, TRANSPORT) as behind:
-        behind.begin(exchange)
+    with (
+        nodes_of(2) as topology,
+        exchanging_asynchronously(topology, True, TRANSPORT) as asynchronous,
+    ):
+        asynchronous.begin(exchange)
         with pytest.raises(type(error)) as caught:
-            behind.finish()
+            asynchronous.finish()
         assert caught.value is error
         # It can be used again.
-        behind.begin(lambda: None)
-        behind.finish()
+        asynchronous.begin(lambda: None)
+        asynchronous.finish()
 
 
 def test_one_exchange_at_a_time():
     go_on = threading.Event()
-    with nodes_of(2) as topology, exchanging_behind(topology, True, TRANSPORT) as behind:
-        behind.begin(go_on.wait)
+    with (
+        nodes_of(2) as topology,
+        exchanging_asynchronously(topology, True, TRANSPORT) as asynchronous,
+    ):
+        asynchronous.begin(go_on.wait)
         with pytest.raises(RuntimeError, match="under way already"):
-            behind.begin(lambda: None)
+            asynchronous.begin(lambda: None)
         go_on.set()
-        behind.finish()
+        asynchronous.finish()
 
 
 def test_a_user_error_that_all_ranks_raise_waits_for_what_is_under_way():
@@ -76,8 +85,8 @@ def test_a_user_error_that_all_ranks_raise_waits_for_what_is_under_way():
     with nodes_of(2) as topology:
 
         def fail() -> None:
-            with exchanging_behind(topology, True, TRANSPORT) as behind:
-                behind.begin(lambda: done.append(behind.node.allreduce(1)))
+            with exchanging_asynchronously(topology, True, TRANSPORT) as asynchronous:
+                asynchronous.begin(lambda: done.append(asynchronous.node.allreduce(1)))
                 raise UserError("all of us")
 
         with pytest.raises(UserError, match="all of us"):
@@ -88,8 +97,11 @@ def test_a_user_error_that_all_ranks_raise_waits_for_what_is_under_way():
 
 def test_nothing_is_made_where_nothing_is_wanted(monkeypatch):
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SINGLE)
-    with nodes_of(2) as topology, exchanging_behind(topology, False, TRANSPORT) as behind:
-        assert behind is None
+    with (
+        nodes_of(2) as topology,
+        exchanging_asynchronously(topology, False, TRANSPORT) as asynchronous,
+    ):
+        assert asynchronous is None
 
 
 def test_one_rank_without_threads_is_refused_on_all(monkeypatch):
@@ -98,7 +110,7 @@ def test_one_rank_without_threads_is_refused_on_all(monkeypatch):
     with (
         nodes_of(2) as topology,
         pytest.raises(UserError, match="MPI_THREAD_MULTIPLE"),
-        exchanging_behind(topology, True, TRANSPORT),
+        exchanging_asynchronously(topology, True, TRANSPORT),
     ):
         pass
 

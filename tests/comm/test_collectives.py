@@ -21,18 +21,18 @@ from prunex_mpi.comm.collectives import (
     allgather_,
     allgatherv_,
     allreduce_,
+    allreduce_halves_,
     allreduce_then_bcast_,
+    alltoall_,
     alltoallv_,
     bcast_,
     between_nodes,
     buckets,
     build_transport,
-    deal_,
     mpi_buffer,
     reduce_,
     staged,
     staged_parts,
-    sum_halves_,
 )
 from prunex_mpi.comm.traffic import Traffic
 
@@ -352,7 +352,7 @@ def whole_numbers(rank: int, width: int) -> torch.Tensor:
 def test_rows_go_to_the_ranks_of_their_number(width, staged):
     mine = whole_numbers(WORLD.rank, width).to(torch.uint8)
     received = torch.full_like(mine, 255)
-    deal_(WORLD, mine, received, transports()[staged])
+    alltoall_(WORLD, mine, received, transports()[staged])
     wanted = [whole_numbers(rank, width)[WORLD.rank] for rank in range(WORLD.size)]
     assert torch.equal(received.long(), torch.stack(wanted))
 
@@ -387,7 +387,7 @@ def test_any_number_of_elements_goes_to_each_rank(width, staged):
 def test_halves_are_added_in_float32_and_rounded_once(count, dtype, staged):
     everyone = [(whole_numbers(rank, count)[0] / 7).to(dtype) for rank in range(WORLD.size)]
     flat = everyone[WORLD.rank].clone()
-    sum_halves_(WORLD, flat, transports()[staged])
+    allreduce_halves_(WORLD, flat, transports()[staged])
     total = torch.zeros(flat.shape)
     for addend in everyone:
         total += addend
@@ -413,7 +413,7 @@ def test_what_is_shifted_comes_from_as_far_behind(distance, staged):
     mine = torch.arange(100, dtype=torch.float64) + 1000 * WORLD.rank
     received = torch.empty_like(mine)
     to, source = ((WORLD.rank + step) % WORLD.size for step in (distance, -distance))
-    wire = wire_of(WORLD, transports()[staged])
-    wire.shift_(mine, to, received, source)
+    link = wire_of(WORLD, transports()[staged])
+    link.sendrecv_(mine, to, received, source)
     assert torch.equal(received, torch.arange(100, dtype=torch.float64) + 1000 * source)
-    assert wire.traffic == Traffic(payload=800, sent=800)
+    assert link.traffic == Traffic(payload=800, sent=800)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mpi4py import MPI
 
 from prunex_mpi.comm import gradients, traffic
-from prunex_mpi.comm import wire as wires
+from prunex_mpi.comm import link as comms
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.models.layout import Layout, build_layout, flatten_
@@ -160,8 +160,8 @@ def test_small_integers_are_averaged_exactly_at_each_step(library, staged, monke
     model, layout, grad = prepare()
     memory = grad.data_ptr()
     staging = torch.empty(2, 208, dtype=torch.uint8).unbind() if staged else None
-    wire = wire_of(WORLD, Transport(208, staging), "intra")
-    averager = GradientAverager(wire, model, layout, grad)
+    link = wire_of(WORLD, Transport(208, staging), "intra")
+    averager = GradientAverager(link, model, layout, grad)
     positions = torch.arange(layout.numel, dtype=grad.dtype)
     for step in range(3):
         # Divisible by the number of ranks, so that every mean is a whole number.
@@ -175,7 +175,7 @@ def test_small_integers_are_averaged_exactly_at_each_step(library, staged, monke
         WORLD.Barrier()
         assert torch.equal(grad, expected)
     assert grad.data_ptr() == memory
-    assert wire.traffic.intra == (3 * grad.nbytes if WORLD.size > 1 else 0)
+    assert link.traffic.intra == (3 * grad.nbytes if WORLD.size > 1 else 0)
     averager.close()
 
 
@@ -185,8 +185,8 @@ def test_a_second_vector_only_where_it_saves_bytes(library, monkeypatch):
     model, layout, grad = prepare()
     staging = torch.empty(2, 208, dtype=torch.uint8).unbind()
     alone = wire_of(MPI.COMM_SELF, Transport(208))
-    for wire in (alone, wire_of(Recorder(4), Transport(208, staging))):
-        averager = GradientAverager(wire, model, layout, grad)
+    for link in (alone, wire_of(Recorder(4), Transport(208, staging))):
+        averager = GradientAverager(link, model, layout, grad)
         assert not averager.overlap
         assert averager.sums is grad
     for size in (2, 3, 4, 8):
@@ -277,13 +277,13 @@ def test_what_a_device_queues_is_reduced_bucket_by_bucket_when_its_mark_is_reach
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 100)
     monkeypatch.setattr(gradients, "is_queued", lambda _: True)
     monkeypatch.setattr(gradients, "cuda", queue)
-    real = wires.collectives.reduce_operand_
+    real = comms.collectives.reduce_operand_
 
     def noted(comm: MPI.Comm, part: Tensor, *rest: object) -> None:
         queue.told.append(("reduced", part.numel()))
         real(comm, part, *rest)
 
-    monkeypatch.setattr(wires.collectives, "reduce_operand_", noted)
+    monkeypatch.setattr(comms.collectives, "reduce_operand_", noted)
     model, layout, grad = prepare()
     staging = torch.empty(2, 208, dtype=torch.uint8).unbind() if staged else None
     mine = wire_of(WORLD, Transport(208, staging), "intra")

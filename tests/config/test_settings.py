@@ -24,7 +24,7 @@ from prunex_mpi.config.resolve import (
     to_toml,
     with_overrides,
 )
-from prunex_mpi.core.schedule import strictness
+from prunex_mpi.core.schedule import schedule_progress
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.settings.fields import PRESETS, SHARED, key_of
 from prunex_mpi.settings.values import AUTO
@@ -74,7 +74,7 @@ def test_presets_suit_runs_of_any_length(preset):
         settings = make(preset, outer_iterations=outer)
         assert 1 <= settings.freeze_iteration <= outer
         warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
-        assert strictness(settings.freeze_iteration, warmup, ramp) == 1.0
+        assert schedule_progress(settings.freeze_iteration, warmup, ramp) == 1.0
 
 
 @pytest.mark.parametrize(

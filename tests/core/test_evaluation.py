@@ -36,13 +36,13 @@ from prunex_mpi.core.evaluation import (
     ema_of,
     estimate_statistics,
     evaluate,
-    judge,
+    evaluate_delivered,
     statistics_of_z,
 )
 from prunex_mpi.core.state import PRUNED, Problem, RunContext, State, build_state, in_place_of_z
 from prunex_mpi.core.steps import finish_average_
 from prunex_mpi.core.task import EVALUATION_BATCH
-from prunex_mpi.data.batches import BatchStream, Look, Shard, evaluation_batches
+from prunex_mpi.data.batches import BatchStream, ImageFormat, Shard, evaluation_batches
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.run.supervision import outer_iterations
@@ -116,7 +116,7 @@ def test_estimated_statistics_equal_the_oracle(ranks_per_node, batches):
 
     images = images_of(WORLD.rank, batches)
     shard = Shard(images, torch.zeros(len(images), dtype=torch.int64))
-    look = Look(MEAN, STD, CPU, torch.float64)
+    look = ImageFormat(MEAN, STD, CPU, torch.float64)
     stream = BatchStream(
         shard, look, batch_size=BATCH_SIZE, seed=1, rank=WORLD.rank, flip=False, pad=0
     )
@@ -153,7 +153,7 @@ def test_an_evaluation_averages_statistics_of_other_norms_and_puts_them_back(ran
     model = nn.Sequential(OwnNorm(mine), *build_model())
     state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
     shard = Shard(images_of(0, 1), torch.zeros(BATCH_SIZE + PARTIAL).long())
-    batches_of = partial(evaluation_batches, look=Look(MEAN, STD, CPU, torch.float64))
+    batches_of = partial(evaluation_batches, look=ImageFormat(MEAN, STD, CPU, torch.float64))
     problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
     with nodes_of(ranks_per_node) as topology:
         context = RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat())
@@ -172,7 +172,7 @@ def test_every_batch_of_an_evaluation_is_progress():
     state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
     count = 2 * EVALUATION_BATCH + 1
     shard = Shard(images_of(0, 1)[:1].expand(count, -1, -1, -1), torch.zeros(count).long())
-    look = Look(MEAN, STD, CPU, torch.float64)
+    look = ImageFormat(MEAN, STD, CPU, torch.float64)
     batches_of = partial(evaluation_batches, look=look)
     problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
     heartbeat = Heartbeat()
@@ -357,7 +357,7 @@ def test_the_average_is_that_of_every_z_since_the_mask_changed(scenario, ranks_p
             memory = context.state.memory
             if int(memory[EMA_COUNT]) == 0:
                 # The mask has changed, and the first z that lies on it is under way.
-                assert context.state.position.under_way
+                assert context.state.position.in_flight
                 continue
             z, statistics, begins = oracle(watching.seen, DECAY)
             torch.testing.assert_close(memory[EMA].double(), z, **CLOSE)
@@ -401,24 +401,24 @@ def test_what_is_judged_and_delivered_is_the_average(scenario):
     with nodes_of(1) as topology, small_run(topology, base, **changes) as context:
         state, test = context.state, context.problem.test
         # Before the first outer iteration there is nothing but the weights that it begins with.
-        assert evaluate(topology, context) == judge(topology, context, test)
+        assert evaluate(topology, context) == evaluate_delivered(topology, context, test)
         recalibrates = scenario in ("recipe", "diloco", "sparseloco")
         for record in outer_iterations(topology, context):
             average, statistics = state.memory[EMA].clone(), state.memory[EMA_STATS].clone()
             last = [t.clone() for t in (state.z, *context.problem.model.buffers())]
-            of_z = judge(topology, context, test)
+            of_z = evaluate_delivered(topology, context, test)
             estimated = recalibrates and not record["frozen"]
             with in_place_of_z(state, average, statistics):
                 if estimated and scenario != "recipe":
                     # Also those that are delivered.
                     with statistics_of_z(topology, context):
-                        of_average = judge(topology, context, test)
+                        of_average = evaluate_delivered(topology, context, test)
                         if record["status"] != "running":
                             assert torch.equal(statistics_now(context), statistics)
                 elif estimated:
                     continue
                 else:
-                    of_average = judge(topology, context, test)
+                    of_average = evaluate_delivered(topology, context, test)
             assert {key: record[f"test_{key}"] for key in ("loss", "accuracy")} == of_average
             if record["iteration"] in (2, 6) and scenario != "recipe":
                 assert of_average["loss"] != of_z["loss"]
@@ -439,7 +439,7 @@ def test_statistics_of_a_support_that_stays_are_estimated_on_the_average():
         assert records[-1]["frozen"] and records[-1]["mask_drift"] == 0
         with ema_of(context.state), statistics_of_z(topology, context):
             assert torch.equal(statistics_now(context), context.state.memory[EMA_STATS])
-            found = judge(topology, context, context.problem.test)
+            found = evaluate_delivered(topology, context, context.problem.test)
         assert {key: records[-1][f"test_{key}"] for key in ("loss", "accuracy")} == found
 
 
@@ -459,13 +459,13 @@ def test_the_best_is_the_best_average(scenario):
 @pytest.mark.two_ranks
 def test_a_run_writes_the_average(monkeypatch):
     judged = []
-    real = evaluation.judge
+    real = evaluation.evaluate_delivered
 
     def spy(topology: Any, context: RunContext, shard: Any) -> tuple[float, float]:
         judged.append((context.state.z.clone(), statistics_now(context)))
         return real(topology, context, shard)
 
-    monkeypatch.setattr(evaluation, "judge", spy)
+    monkeypatch.setattr(evaluation, "evaluate_delivered", spy)
     with run_folder() as folder:
         run = {"run_dir": str(folder / "whole"), "progress": "off"}
         changes = {**COMMON, **PRUNING, **settings_of("recipe"), **run}

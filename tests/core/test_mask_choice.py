@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from driving import assert_alike_on_all_ranks, wires_of
+from driving import assert_alike_on_all_ranks, comms_of
 from nodes import NODE_SHAPES, nodes_of
 from torch import nn
 
@@ -90,14 +90,14 @@ def test_local_projection_is_the_best_support_of_its_own_candidate(kinds):
 def test_vote_is_the_best_shared_support_for_nodes_of_any_size(kinds, ranks_per_node):
     state = prepare(kinds)
     with nodes_of(ranks_per_node) as topology:
-        wires = wires_of(topology)
-        traffic = wires.node.traffic
+        comms = comms_of(topology)
+        traffic = comms.node.traffic
         flats = [candidate(state, node) for node in range(topology.num_nodes)]
         mask = np.zeros(state.groups.total, dtype=bool)
         if topology.is_leader:
             mine = torch.from_numpy(flats[topology.node_index])
-            mask = agree_by_vote(wires.workers, mine, state, 1.0, topology.node_size)
-        mask = wires.node.broadcast_bits(mask)
+            mask = agree_by_vote(comms.workers, mine, state, 1.0, topology.node_size)
+        mask = comms.node.broadcast_bits(mask)
         expected = best_shared_mask(state, flats, topology.node_sizes)
         node_size, is_leader = topology.node_size, topology.is_leader
     assert mask.dtype == bool
@@ -116,14 +116,14 @@ def test_or_is_the_union_of_the_leaders_masks(ranks_per_node):
     # 21 groups: the last byte is only partly used.
     random = np.random.default_rng(0)
     with nodes_of(ranks_per_node) as topology:
-        wires = wires_of(topology)
-        traffic = wires.node.traffic
+        comms = comms_of(topology)
+        traffic = comms.node.traffic
         masks = random.random((topology.num_nodes, 21)) < 0.3
         mask = np.zeros(21, dtype=bool)
         if topology.is_leader:
-            mask = agree_by_or(wires.workers, masks[topology.node_index])
+            mask = agree_by_or(comms.workers, masks[topology.node_index])
             assert traffic.mask == 3
-        mask = wires.node.broadcast_bits(mask)
+        mask = comms.node.broadcast_bits(mask)
         assert traffic.intra == (3 if topology.node_size > 1 else 0)
     assert mask.dtype == bool
     assert np.array_equal(mask, masks.any(axis=0))

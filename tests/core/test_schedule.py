@@ -11,6 +11,7 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.core.loop import falls_due, rounds
 from prunex_mpi.core.schedule import (
     Stage,
+    asynchronous_steps,
     local_steps,
     may_stop,
     note_drift_,
@@ -19,10 +20,9 @@ from prunex_mpi.core.schedule import (
     rate_at,
     rate_now,
     rounds_left,
+    schedule_progress,
     settled,
-    steps_behind,
     steps_with,
-    strictness,
     total_steps,
 )
 from prunex_mpi.core.state import Position
@@ -67,7 +67,7 @@ def test_rates_of_the_shortest_runs_are_positive_and_at_most_the_base(schedule, 
 
 
 def test_keep_ramp_is_dense_then_cubic_then_at_its_target():
-    found = [strictness(k, warmup=3, ramp=4) for k in range(1, 11)]
+    found = [schedule_progress(k, warmup=3, ramp=4) for k in range(1, 11)]
     cubic = [1 - (1 - t) ** 3 for t in (0.25, 0.5, 0.75)]
     assert found == pytest.approx([0, 0, 0, *cubic, 1, 1, 1, 1])
     # Exactly one, since the drift trigger compares with it.
@@ -76,7 +76,7 @@ def test_keep_ramp_is_dense_then_cubic_then_at_its_target():
 
 @pytest.mark.parametrize(("warmup", "ramp"), [(0, 0), (0, 1), (2, 0), (2, 1), (5, 3)])
 def test_target_is_reached_in_the_iteration_that_ends_the_ramp(warmup, ramp):
-    found = [strictness(k, warmup, ramp) for k in range(1, 12)]
+    found = [schedule_progress(k, warmup, ramp) for k in range(1, 12)]
     first = found.index(1.0) + 1
     assert first == warmup + max(1, ramp)
     assert found[:warmup] == [0.0] * warmup
@@ -209,7 +209,7 @@ def test_an_exchange_runs_behind_as_many_steps_of_a_round_of_any_length():
         lr_schedule="constant",
     )
     context = work_of(settings, 4)
-    assert (local_steps(context), steps_behind(context)) == (36, 1)
+    assert (local_steps(context), asynchronous_steps(context)) == (36, 1)
 
 
 @pytest.mark.parametrize(("samples", "steps"), [(1000, 35), (128, 5), (50, 5), (0, 5)])

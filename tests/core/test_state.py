@@ -20,8 +20,8 @@ def make_state(**changes: object) -> State:
 
 
 def adopt_half(state: State) -> None:
-    energies = torch.arange(state.groups.total, dtype=torch.float32).numpy()
-    adopt_mask(state, select(energies, state.groups.kinds[0], 1.0))
+    squared_norms = torch.arange(state.groups.total, dtype=torch.float32).numpy()
+    adopt_mask(state, select(squared_norms, state.groups.kinds[0], 1.0))
 
 
 def test_a_skipped_first_step_leaves_no_momentum():

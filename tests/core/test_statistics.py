@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from driving import make_context, wires_of
+from driving import comms_of, make_context
 from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
@@ -43,21 +43,21 @@ def test_small_variances_beside_large_means_survive_every_exchange(way, ranks_pe
     context = make_context(settings, net(), RandomStream(WORLD.rank, torch.float32))
     state, module = context.state, context.problem.model[1]
     with nodes_of(ranks_per_node) as topology:
-        wires = wires_of(topology, flat=way == "per step")
+        comms = comms_of(topology, flat=way == "per step")
         for round_ in range(3):
             mean, variance = statistics_of(WORLD.rank, round_)
             module.running_mean.copy_(mean)
             module.running_var.copy_(variance)
             if way == "per step":
-                average_statistics(wires, state)
+                average_statistics(comms, state)
             else:
-                find_reference_(wires, state)
-                z_node = intra_node_consensus(wires.node, state, settings)
+                find_reference_(comms, state)
+                z_node = intra_node_consensus(comms.node, state, settings)
                 state.z_node, state.scratch = z_node, state.z_node
             if way == "sparseloco":
-                SparseLoco(wires, context).exchange_(state.z)
+                SparseLoco(comms, context).exchange_(state.z)
             elif way != "per step":
-                inter_node_consensus(wires, context, UNCHANGED, behind=False)
+                inter_node_consensus(comms, context, UNCHANGED, asynchronous=False)
             ranks = [statistics_of(rank, round_) for rank in range(WORLD.size)]
             means, variances = (torch.stack(each) for each in zip(*ranks, strict=True))
             pooled = (variances + (means - means.mean(0)) ** 2).mean(0)

@@ -47,10 +47,10 @@ def plain_net() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-def gradient(stream: Batches, wire=None, **settings) -> tuple[torch.Tensor, float]:
-    """Return the gradient of one step, averaged over `wire`, and the loss."""
+def gradient(stream: Batches, link=None, **settings) -> tuple[torch.Tensor, float]:
+    """Return the gradient of one step, averaged over `link`, and the loss."""
     context = make_context(make(method="dense", batch_size=BATCH, **settings), plain_net(), stream)
-    with averaging(wire, context) as averager:
+    with averaging(link, context) as averager:
         for _ in range(2):
             loss = forward_backward(context, averager)
             if averager is not None:

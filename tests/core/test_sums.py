@@ -205,8 +205,8 @@ def test_sums_reach_everyone(up, down, monkeypatch):
     fits = int(wanted.max()) < 1 << down
     for to_all in {goes_to_all(WORLD.size, up, down), False} if fits else {True}:
         monkeypatch.setattr("prunex_mpi.core.sums.goes_to_all", lambda *_, way=to_all: way)
-        wire = wire_of(WORLD)
-        counts = Counts(wire, torch.empty(NUMEL), up, down)
+        link = wire_of(WORLD)
+        counts = Counts(link, torch.empty(NUMEL), up, down)
         counts.numbers.view(-1)[:NUMEL].copy_(every[WORLD.rank])
         sums = counts.sum_()
         if not to_all:
@@ -216,17 +216,17 @@ def test_sums_reach_everyone(up, down, monkeypatch):
         found = sums.reshape(-1)[:NUMEL].to(torch.int64)
         assert torch.equal(found, wanted)
         assert_alike_on_all_ranks(found)
-        assert wire.traffic.payload == bytes_handed_over(NUMEL, WORLD.size, up, down)
+        assert link.traffic.payload == bytes_handed_over(NUMEL, WORLD.size, up, down)
 
 
 def test_sums_of_many_workers_need_16_bits():
     """100 workers, all of whose numbers are 3."""
-    wire = SimpleNamespace(
+    link = SimpleNamespace(
         comm=SimpleNamespace(size=100),
-        deal_=lambda mine, received: received.copy_(mine),
+        alltoall_=lambda mine, received: received.copy_(mine),
         gather_=lambda mine, everyone: everyone.copy_(mine),
     )
-    counts = Counts(wire, torch.empty(NUMEL), 2, 16)
+    counts = Counts(link, torch.empty(NUMEL), 2, 16)
     counts.numbers.fill_(3)
     sums = counts.sum_()
     # As lists: a byte would be compared with 300 modulo 256.

@@ -10,7 +10,7 @@ from torch import Tensor
 from prunex_mpi.data import batches
 from prunex_mpi.data.batches import (
     BatchStream,
-    Look,
+    ImageFormat,
     Shard,
     channel_moments,
     evaluation_batches,
@@ -20,11 +20,11 @@ from prunex_mpi.data.batches import (
 
 ZERO, ONE, LABELS = torch.zeros(3), torch.ones(3), torch.zeros(4, dtype=torch.int64)
 
-LOOK = Look(ZERO, ONE, "cpu")
+LOOK = ImageFormat(ZERO, ONE, "cpu")
 STREAM = dict(batch_size=4, seed=0, rank=0, flip=False, pad=0)
 
 
-def stream(shard: Shard, look: Look = LOOK, **changes: object) -> BatchStream:
+def stream(shard: Shard, look: ImageFormat = LOOK, **changes: object) -> BatchStream:
     return BatchStream(shard, look, **(STREAM | changes))
 
 
@@ -54,7 +54,7 @@ def test_moments_of_shards_add_up_to_those_of_all(monkeypatch):
     # Constant images must become zeros, not NaN.
     constant = Shard(torch.full_like(shard.images, 200), shard.labels)
     mean, std = normalisation(channel_moments(constant, 11))
-    assert stream(constant, Look(mean, std, "cpu")).next()[0].abs().max() < 1e-4
+    assert stream(constant, ImageFormat(mean, std, "cpu")).next()[0].abs().max() < 1e-4
 
 
 def test_an_epoch_shows_each_image_once_and_the_next_reorders():
@@ -116,7 +116,7 @@ def test_augmented_images_are_crops_of_the_padded_or_mirrored_image(flip, pad):
 def test_values_type_and_layout(dtype, channels_last):
     shard = random_shard(8)
     mean, std = torch.rand(3), 0.1 + torch.rand(3)
-    look = Look(mean, std, "cpu", dtype, channels_last)
+    look = ImageFormat(mean, std, "cpu", dtype, channels_last)
     evaluation = evaluation_batches(shard, batch_size=4, look=look)
     for images, labels in (stream(shard, look).next(), next(evaluation)):
         expected = shard.images[labels].double() / 255
@@ -151,7 +151,8 @@ def test_fewer_large_images_are_evaluated_at_once():
 def test_cuda_sees_the_same_batches_without_waiting_for_the_device():
     shard = random_shard(64)
     cpu, cuda = (
-        stream(shard, Look(ZERO, ONE, device), flip=True, pad=2) for device in ("cpu", "cuda")
+        stream(shard, ImageFormat(ZERO, ONE, device), flip=True, pad=2)
+        for device in ("cpu", "cuda")
     )
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -14,7 +14,7 @@ from prunex_mpi.data import datasets as data
 from prunex_mpi.data import image_files
 from prunex_mpi.data.batches import (
     BatchStream,
-    Look,
+    ImageFormat,
     channel_moments,
     evaluation_batches,
     part_of,
@@ -23,7 +23,7 @@ from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.decoding import PREFETCHED, Streamed
 from prunex_mpi.data.request import Part, Request
 
-LOOK = Look(torch.zeros(3), torch.ones(3), "cpu")
+LOOK = ImageFormat(torch.zeros(3), torch.ones(3), "cpu")
 STEPS = 11
 
 

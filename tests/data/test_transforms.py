@@ -7,7 +7,7 @@ import torch
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2.functional import resized_crop
 
-from prunex_mpi.data.batches import Augmentation, BatchStream, Look, Shard
+from prunex_mpi.data.batches import Augmentation, BatchStream, ImageFormat, Shard
 from prunex_mpi.data.transforms import (
     GROUP,
     TRANSFORMS,
@@ -18,7 +18,7 @@ from prunex_mpi.data.transforms import (
 )
 from prunex_mpi.settings import fields
 
-LOOK = Look(torch.zeros(3), torch.ones(3), "cpu")
+LOOK = ImageFormat(torch.zeros(3), torch.ones(3), "cpu")
 
 
 def images(count: int, side: int = 24) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch import nn
 from mpi4py import MPI
 
 from prunex_mpi.comm import gradients
-from prunex_mpi.comm.async_exchange import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import (
     MPI_TYPES,
     allreduce_,
@@ -94,24 +94,27 @@ def test_a_helper_thread_sends_what_lies_on_the_device():
     with (
         torch.cuda.stream(torch.cuda.Stream()),
         nodes_of(1) as topology,
-        exchanging_behind(topology, True, transport(1.0)) as behind,
+        exchanging_asynchronously(topology, True, transport(1.0)) as asynchronous,
     ):
         flat = numbers(WORLD.rank, 1 << 18, torch.float32).to(DEVICE, copy=True)
-        behind.begin(lambda: allreduce_(behind.between, flat, behind.transport))
+        asynchronous.begin(lambda: allreduce_(asynchronous.between, flat, asynchronous.transport))
         # The device goes on with other work, for seconds.
         torch.cuda._sleep(1 << 33)
-        behind.finish()
+        asynchronous.finish()
         assert not torch.cuda.current_stream().query(), "the helper has waited for the main thread"
         assert torch.equal(flat.cpu(), total(1 << 18, torch.float32))
 
 
 def test_a_helper_thread_sends_what_was_queued_before():
     flat = torch.zeros(1 << 18, device=DEVICE)
-    with nodes_of(1) as topology, exchanging_behind(topology, True, transport()) as behind:
+    with (
+        nodes_of(1) as topology,
+        exchanging_asynchronously(topology, True, transport()) as asynchronous,
+    ):
         torch.cuda._sleep(1 << 30)
         flat.copy_(numbers(WORLD.rank, 1 << 18, torch.float32).to(DEVICE))
-        behind.begin(lambda: allreduce_(behind.between, flat, behind.transport))
-        behind.finish()
+        asynchronous.begin(lambda: allreduce_(asynchronous.between, flat, asynchronous.transport))
+        asynchronous.finish()
         flat.mul_(2)
         assert torch.equal(flat.cpu(), 2 * total(1 << 18, torch.float32))
 
@@ -124,8 +127,8 @@ def test_gradients_are_averaged_while_the_device_computes_others(monkeypatch):
         model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12))).to(device)
         layout = build_layout(model)
         _, grad = flatten_(model, layout)
-        wire = wire_of(WORLD, build_transport(device, BUCKET_MIB, BUFFERS), "intra")
-        averager = gradients.GradientAverager(wire, model, layout, grad)
+        link = wire_of(WORLD, build_transport(device, BUCKET_MIB, BUFFERS), "intra")
+        averager = gradients.GradientAverager(link, model, layout, grad)
         images = torch.randn(64, 512, generator=torch.Generator().manual_seed(WORLD.rank))
         for step in range(3):
             grad.zero_()

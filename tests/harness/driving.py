@@ -14,10 +14,10 @@ from places import BUFFERS, DEVICE, Moved
 from mpi4py import MPI
 
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.async_exchange import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.comm.counted import CountedComm, CountedComms, make_comms
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.comm.wire import Wire, Wires, find_wires
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.state import Problem, RunContext, build_state
 from prunex_mpi.data.batches import Shard
@@ -39,8 +39,12 @@ SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 def run_driver(topology, settings, model, stream, steps=STEPS):
     """Yield (record, state) after each outer iteration of the driver of the method."""
     stream.steps_per_epoch = STEPS_PER_EPOCH
-    with exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind:
-        context = replace(make_context(settings, model, stream, steps=steps), behind=behind)
+    with exchanging_asynchronously(
+        topology, settings.overlap_steps != 0, SMALL_BUCKETS
+    ) as asynchronous:
+        context = replace(
+            make_context(settings, model, stream, steps=steps), asynchronous=asynchronous
+        )
         for record in outer_iterations(topology, context):
             yield record, context.state
 
@@ -81,19 +85,19 @@ def make_context(settings, model, stream, steps=STEPS, loss=F.cross_entropy, sid
     return RunContext(state, problem, settings, SMALL_BUCKETS, Heartbeat())
 
 
-def wires_of(topology, transport=SMALL_BUCKETS, flat=False):
+def comms_of(topology, transport=SMALL_BUCKETS, flat=False):
     """Return the wires of a rank, with counts of their own."""
-    return find_wires(topology, flat, transport, Traffic(), Clock())
+    return make_comms(topology, flat, transport, Traffic(), Clock())
 
 
 def wire_of(comm, transport=SMALL_BUCKETS, kind="payload"):
     """Return a wire over `comm`, with counts of its own."""
-    return Wire(comm, 1 / comm.size, comm.size, transport, Traffic(), Clock(), kind)
+    return CountedComm(comm, 1 / comm.size, comm.size, transport, Traffic(), Clock(), kind)
 
 
-def exchange_over(wire, context):
-    """Return the exchange of a method whose workers, all nodes of their own, speak over `wire`."""
-    return exchange_of(context.settings.method)(Wires(wire, wire, wire, flat=True), context)
+def exchange_over(link, context):
+    """Return the exchange of a method whose workers, all nodes of their own, speak over `link`."""
+    return exchange_of(context.settings.method)(CountedComms(link, link, link, flat=True), context)
 
 
 def element_masks(state):

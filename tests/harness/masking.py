@@ -8,7 +8,7 @@ from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import build_factors, make_mask
-from prunex_mpi.pruning.projection import group_energies, select
+from prunex_mpi.pruning.projection import group_squared_norms, select
 
 
 def draw(coupling: Coupling, seed: int = 0) -> np.ndarray:
@@ -37,8 +37,8 @@ def project(
     for selections in groups.kinds:
         # What the kinds before have left of `flat` is what `result` is.
         left = build_factors(mask, groups, flat.device, flat.dtype)
-        found = group_energies(flat, layout, groups, selections, left).numpy()
-        same = group_energies(result, layout, groups, selections).numpy()
+        found = group_squared_norms(flat, layout, groups, selections, left).numpy()
+        same = group_squared_norms(result, layout, groups, selections).numpy()
         np.testing.assert_allclose(found, same, rtol=1e-6)
         mask[selections[0].start : selections[-1].stop] = select(same, selections, progress)
         make_mask(layout, groups, mask, flat).apply_(result)

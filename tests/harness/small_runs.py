@@ -10,7 +10,7 @@ from nodes import WORLD
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import ReceivedSignal
-from prunex_mpi.comm.async_exchange import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import Transport, build_transport
 from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.comm.topology import Topology
@@ -19,7 +19,7 @@ from prunex_mpi.core.state import RunContext
 from prunex_mpi.data.request import Request
 from prunex_mpi.run.problem import load_dataset
 from prunex_mpi.run.start import assemble
-from prunex_mpi.run.supervision import goes_behind_steps
+from prunex_mpi.run.supervision import overlaps_steps
 
 CPU = torch.device("cpu")
 # Buckets of 1 KiB: every message is cut.
@@ -65,6 +65,6 @@ def small_run(
     context = assemble(topology, settings, dataset, *place, heartbeat or Heartbeat())
     with (
         stop_agreement(WORLD, ReceivedSignal(), None) as stop,
-        exchanging_behind(topology, goes_behind_steps(settings), place[1]) as behind,
+        exchanging_asynchronously(topology, overlaps_steps(settings), place[1]) as asynchronous,
     ):
-        yield replace(context, stop=stop, behind=behind)
+        yield replace(context, stop=stop, asynchronous=asynchronous)

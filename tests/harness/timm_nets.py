@@ -22,7 +22,7 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
-from prunex_mpi.pruning.projection import group_energies, select
+from prunex_mpi.pruning.projection import group_squared_norms, select
 from prunex_mpi.pruning.removable import attempt, find_rules
 
 NAMES = Path(__file__).with_name("timm_names.txt")
@@ -66,7 +66,7 @@ def look_at(name: str) -> dict[str, object]:
     seconds = time.process_time() - start
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
-    scores = group_energies(torch.randn(layout.numel), layout, groups, groups.kinds[0]).numpy()
+    scores = group_squared_norms(torch.randn(layout.numel), layout, groups, groups.kinds[0]).numpy()
     mask = select(scores, groups.kinds[0], 1.0)
     kept = build_plan(layout, groups, mask, torch.device("cpu")).numel
     failure = attempt(model, coupling, ~mask, inputs)

@@ -10,8 +10,8 @@ from nodes import WORLD
 
 from mpi4py import MPI
 
+from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.comm.wire import Wire
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import declared
 from prunex_mpi.methods.exchanges import exchange_of, metadata_bytes
@@ -41,8 +41,8 @@ def test_what_is_counted_is_what_is_sent(method):
     model = new_net(torch.float32, method)
     context = make_context(settings, model, RandomStream(0, torch.float32))
     context.problem.train.steps_per_epoch = 2
-    wire = Wire(Counting(WORLD), 1 / SIZE, SIZE, SMALL_BUCKETS, Traffic(), Clock())
-    exchange = exchange_over(wire, context)
+    link = CountedComm(Counting(WORLD), 1 / SIZE, SIZE, SMALL_BUCKETS, Traffic(), Clock())
+    exchange = exchange_over(link, context)
     foretold, _ = exchange.payload(settings, context.state.layout, 4, SIZE)
     for step in range(3):
         context.state.position.step = step
@@ -50,9 +50,9 @@ def test_what_is_counted_is_what_is_sent(method):
         context.state.grad.copy_(
             torch.randn(context.state.grad.numel(), generator=generator) / SIZE
         )
-        before = wire.traffic.payload
+        before = link.traffic.payload
         exchange.exchange_(context.state.grad)
-        handed_over = wire.traffic.payload - before
+        handed_over = link.traffic.payload - before
         if method not in AT_MOST:
             assert handed_over == foretold
         elif step or method != "adacgd":
@@ -61,10 +61,10 @@ def test_what_is_counted_is_what_is_sent(method):
         # One rank sends nothing.
         return
     context.state.position.steps_done = 3
-    counted = {"payload": wire.traffic.payload, "mask": wire.traffic.mask}
-    assert metadata_bytes(settings, context.state, counted, rounds=0) == wire.comm.positions
+    counted = {"payload": link.traffic.payload, "mask": link.traffic.mask}
+    assert metadata_bytes(settings, context.state, counted, rounds=0) == link.comm.positions
     # What a rank sends of elements that not all have as many of is counted as their mean.
-    totals = np.array([wire.comm.sent, wire.traffic.sent])
+    totals = np.array([link.comm.sent, link.traffic.sent])
     WORLD.Allreduce(MPI.IN_PLACE, totals)
     # Each count is rounded down.
     assert totals[1] <= totals[0] <= totals[1] + 3 * SIZE * 8

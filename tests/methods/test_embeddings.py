@@ -20,8 +20,8 @@ from torch import nn
 
 from mpi4py import MPI
 
+from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.comm.wire import Wire
 from prunex_mpi.config.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -138,8 +138,8 @@ def test_sums_are_dense_and_bytes_those_of_the_rows(method, pattern, workers):
     width = given.shape[2]
     model = nn.Sequential(nn.Embedding(ROWS, width)).double()
     context = make_context(make(method=method, **COMMON), model, RandomStream(0, torch.float64))
-    wire = Wire(Counting(comm), 1 / workers, workers, SMALL_BUCKETS, Traffic(), Clock())
-    exchange, grad = exchange_over(wire, context), context.state.grad
+    link = CountedComm(Counting(comm), 1 / workers, workers, SMALL_BUCKETS, Traffic(), Clock())
+    exchange, grad = exchange_over(link, context), context.state.grad
     total = given.sum(dim=0)
     for _ in range(2):
         grad.copy_(given[comm.rank].flatten())
@@ -158,11 +158,11 @@ def test_sums_are_dense_and_bytes_those_of_the_rows(method, pattern, workers):
     # How many rows, and of Parallax how many sums.
     before, after = told(workers)
     mine[1] += 4 * before + 4 * after * (not whole)
-    assert [wire.traffic.payload, wire.traffic.mask] == (2 * mine).tolist()
-    sent = np.array([wire.traffic.sent, wire.comm.sent])
+    assert [link.traffic.payload, link.traffic.mask] == (2 * mine).tolist()
+    sent = np.array([link.traffic.sent, link.comm.sent])
     comm.Allreduce(MPI.IN_PLACE, sent)
     if not whole:
-        assert wire.comm.positions == wire.traffic.mask
+        assert link.comm.positions == link.traffic.mask
         values, numbers = in_all(touched, union, width)
         counts = workers * (workers - 1) * (before + after)
         assert sent[1] == 2 * (8 * values + 4 * numbers + 4 * counts)

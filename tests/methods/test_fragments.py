@@ -102,9 +102,9 @@ def test_as_many_bytes_leave_as_at_once_and_no_more_than_a_part_between_two_step
     found, sent = {}, []
     real = exchange.exchange_
 
-    def noted(wires, state, payload, fragment, *rest):
+    def noted(comms, state, payload, fragment, *rest):
         before = state.position.traffic.payload
-        real(wires, state, payload, fragment, *rest)
+        real(comms, state, payload, fragment, *rest)
         now = STEPS * (state.position.iteration - 1) + state.position.step
         if fragment.number:
             sent.append((now, state.position.traffic.payload - before))

@@ -11,11 +11,11 @@ from driving import (
     SMALL_BUCKETS,
     assert_alike_on_all_ranks,
     by_name,
+    comms_of,
     difference,
     element_masks,
     make_context,
     node_sizes_of,
-    wires_of,
 )
 from nets import CoupledNet, Net, RandomStream
 from nodes import WORLD, nodes_of
@@ -25,7 +25,7 @@ from torch import nn
 from mpi4py import MPI
 
 from prunex_mpi.comm.agreement import DIGEST_BYTES
-from prunex_mpi.comm.async_exchange import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.methods.hsadmm import intra_node_consensus
 from prunex_mpi.pruning.compaction import unpack_
@@ -158,9 +158,13 @@ def run_driver(ranks_per_node, model, stream, settings, loss=F.cross_entropy, st
     """Yield (record, state, topology) after each outer iteration of the real driver."""
     with (
         nodes_of(ranks_per_node, settings.rack_of) as topology,
-        exchanging_behind(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as behind,
+        exchanging_asynchronously(
+            topology, settings.overlap_steps != 0, SMALL_BUCKETS
+        ) as asynchronous,
     ):
-        context = replace(make_context(settings, model, stream, steps, loss), behind=behind)
+        context = replace(
+            make_context(settings, model, stream, steps, loss), asynchronous=asynchronous
+        )
         for record in outer_iterations(topology, context):
             yield record, context.state, topology
 
@@ -348,7 +352,7 @@ def test_z_is_the_same_bits_on_all_ranks(ranks_per_node, payload, overlap_steps)
     for _, state, _ in run_driver(ranks_per_node, CoupledNet(), stream, settings):
         for tensor in (state.z, torch.from_numpy(state.mask.bits.astype(np.uint8))):
             assert_alike_on_all_ranks(tensor)
-        assert state.position.under_way or not state.z[kept_nowhere(state)].any()
+        assert state.position.in_flight or not state.z[kept_nowhere(state)].any()
 
 
 def kept_nowhere(state):
@@ -504,7 +508,7 @@ def test_ranks_of_a_node_that_differ_go_on_from_their_leaders_variables():
     state = context.state
     state.u.normal_()
     with nodes_of(3) as topology:
-        node = wires_of(topology).node
+        node = comms_of(topology).node
         expected = intra_node_consensus(node, state, settings).clone()
         statistics = 8 * state.stats.numel() if topology.node_size > 1 else 0
         assert node.traffic.intra == statistics

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from driving import (
     assert_alike_on_all_ranks,
     by_name,
+    comms_of,
     difference,
     make_context,
     run_driver,
     simulated,
     wire_of,
-    wires_of,
 )
 from nets import Net, RandomStream, new_net
 from nodes import WORLD, nodes_of
@@ -201,9 +201,9 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks(monkeypatch):
             train_shard=Shard(images[mine], labels[mine]),
             batches=lambda shard, batch_size: [(normalised(shard.images), shard.labels)],
         )
-        wires = wires_of(topology)
+        comms = comms_of(topology)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        PacTrain(wires, replace(context, problem=problem)).prune_(0)
+        PacTrain(comms, replace(context, problem=problem)).prune_(0)
         state = context.state
         # Two batches, twice, tell the watchdog that it goes on.
         assert WORLD.allreduce(context.heartbeat.beats) >= 4
@@ -215,7 +215,7 @@ def test_grasp_is_that_of_its_authors_on_any_number_of_ranks(monkeypatch):
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name
     # Apart from what steps take: the mask, two dense vectors, images, counts per rank and class.
-    traffic, clock = wires.everyone.traffic, state.position.clock
+    traffic, clock = comms.everyone.traffic, state.position.clock
     bits = -(-state.layout.numel // 8)
     sample = classes * each * 3 * 4 * 4
     counts = 8 + 8 * WORLD.size * classes
@@ -237,7 +237,7 @@ def test_large_halves_are_cut_into_batches_of_the_same_size(monkeypatch):
         batches=lambda piece, batch_size: [(piece.images, piece.labels)],
     )
     with nodes_of(2) as topology:
-        everyone = wires_of(topology).everyone
+        everyone = comms_of(topology).everyone
         found = pactrain.batches_to_score(everyone, replace(context, problem=problem))
     sizes = WORLD.allgather([len(labels) for _, labels in found])
     assert list(itertools.chain(*sizes)) == [3] * 4
@@ -285,7 +285,7 @@ def test_windows_of_text_are_at_even_distances_in_batches(monkeypatch):
 def test_too_few_images_of_a_class_are_refused_by_all_ranks():
     shard = Shard(torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 2, 2]))
     with nodes_of(2) as topology:
-        everyone = wires_of(topology).everyone
+        everyone = comms_of(topology).everyone
         with pytest.raises(UserError, match="one has 0: give"):
             draw_balanced(everyone, shard, 1)
         full = Shard(shard.images, torch.tensor([0, 1, 2, 1]))
@@ -324,9 +324,9 @@ class Exchanger:
         self.context = make_context(self.settings, Net().double(), stream, side=8)
         self.state = self.context.state
         self.topology = topology
-        self.wires = wires_of(topology, flat=self.settings.aggregation == "flat")
-        self.workers, self.traffic = self.wires.workers, self.wires.workers.traffic
-        self.own = PacTrain(self.wires, self.context)
+        self.comms = comms_of(topology, flat=self.settings.aggregation == "flat")
+        self.workers, self.traffic = self.comms.workers, self.comms.workers.traffic
+        self.own = PacTrain(self.comms, self.context)
         self.generator = torch.Generator().manual_seed(WORLD.rank)
 
     def step(self, extra=()):

@@ -15,8 +15,8 @@ from torch import nn
 
 from mpi4py import MPI
 
+from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.comm.wire import Wire
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import spardl
 from prunex_mpi.methods.exchange import RESIDUAL
@@ -47,8 +47,8 @@ def test_any_number_of_workers_does_what_the_authors_do(workers, count, ratio):
         return
     context = make_context(settings, Row(count), RandomStream(0, torch.float64))
     counting = Counting(comm)
-    wire = Wire(counting, 1 / workers, workers, SMALL_BUCKETS, Traffic(), Clock())
-    exchange, grad, memory = exchange_over(wire, context), context.state.grad, {}
+    link = CountedComm(counting, 1 / workers, workers, SMALL_BUCKETS, Traffic(), Clock())
+    exchange, grad, memory = exchange_over(link, context), context.state.grad, {}
     residual = context.state.memory[RESIDUAL]
     for step in range(4):
         given = [gradient_of(rank, step, count) for rank in range(workers)]
@@ -72,8 +72,8 @@ def test_any_number_of_workers_does_what_the_authors_do(workers, count, ratio):
             assert not residual.any()
     # Bounded whatever the ratio: twice the vector with its positions, never more for more workers.
     size, share = spardl.sizes_of(settings, count, workers)
-    assert wire.traffic.payload == 4 * workers * share * 12 <= 4 * 12 * (count + workers - 1 + size)
-    assert wire.traffic.sent == counting.sent == 4 * 2 * (workers - 1) * share * 12
+    assert link.traffic.payload == 4 * workers * share * 12 <= 4 * 12 * (count + workers - 1 + size)
+    assert link.traffic.sent == counting.sent == 4 * 2 * (workers - 1) * share * 12
     comm.Free()
 
 

@@ -14,8 +14,8 @@ from reference_rivals import spardl as oracle
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.comm.wire import Wire
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import spardl
 from prunex_mpi.methods.exchange import RESIDUAL
@@ -54,14 +54,14 @@ def steps_of(comm, settings, count: int):
     """Return this rank's context, wire, and grad, residual and h after each step."""
     model = nn.Linear(count, 1, bias=False, dtype=torch.float64)
     context = make_context(settings, model, RandomStream(0, torch.float64))
-    wire = Wire(comm, 1 / comm.size, comm.size, SMALL_BUCKETS, Traffic(), Clock())
-    exchange, state, found = exchange_over(wire, context), context.state, []
+    link = CountedComm(comm, 1 / comm.size, comm.size, SMALL_BUCKETS, Traffic(), Clock())
+    exchange, state, found = exchange_over(link, context), context.state, []
     for step in range(STEPS):
         state.grad.copy_(gradient_of(comm.rank, step, count))
         exchange.exchange_(state.grad)
         kept = state.memory[RESIDUAL], state.memory[spardl.ADAPTED]
         found.append([state.grad.clone(), *(tensor.clone() for tensor in kept)])
-    return wire, found
+    return link, found
 
 
 def assert_like_the_authors(found, settings, count: int) -> None:
@@ -97,10 +97,10 @@ def test_teams_of_any_number_do_what_the_authors_do(workers, teams, count, ratio
     ranks = [Ranks(rank, boxes) for rank in range(workers)]
     with ThreadPoolExecutor(workers) as pool:
         ends = list(pool.map(lambda comm: steps_of(comm, settings, count), ranks))
-    wires, found = zip(*ends, strict=True)
+    comms, found = zip(*ends, strict=True)
     assert_like_the_authors(found, settings, count)
-    for comm, wire in zip(ranks, wires, strict=True):
-        assert wire.traffic.sent == comm.sent
+    for comm, link in zip(ranks, comms, strict=True):
+        assert link.traffic.sent == comm.sent
 
 
 def test_four_workers_in_two_teams_send_less_in_fewer_messages():
@@ -142,9 +142,9 @@ def test_what_travels_between_teams_moves_until_there_is_about_enough():
 def test_teams_over_mpi_do_what_the_authors_do():
     settings = settings_of(2, 0.1)
     comm = WORLD.Split(WORLD.rank // 4, key=WORLD.rank)
-    wire, found = steps_of(comm, settings, 401)
+    link, found = steps_of(comm, settings, 401)
     assert_like_the_authors(comm.allgather(found), settings, 401)
-    assert wire.traffic.payload <= STEPS * 3 * 21 * 12
+    assert link.traffic.payload <= STEPS * 3 * 21 * 12
     comm.Free()
 
 

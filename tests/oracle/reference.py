@@ -114,14 +114,14 @@ def project(candidates, infos, kinds, ratio, node_weights):
             inside = kind in ("kernel", "pattern")
             every = inside_of(weights[0], kind) if inside else slices_of(weights[0], kind, info[0])
             for groups in every:
-                energies = [
+                squared_norms = [
                     sum(
                         p * float(((w * support)[g].double() ** 2).sum())
                         for p, w in zip(node_weights, weights, strict=True)
                     )
                     for g in groups
                 ]
-                order = sorted(range(len(groups)), key=lambda i: (-energies[i], i))
+                order = sorted(range(len(groups)), key=lambda i: (-squared_norms[i], i))
                 for i in order[: keep_of(len(groups), ratio)]:
                     kept |= groups[i]
             support &= kept
@@ -441,7 +441,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         z_node = [masked(c, m) for c, m in zip(candidate, node_masks, strict=True)]
 
         # Phase 4
-        behind = s.overlap_steps > 0 and not freeze_now and k < s.outer_iterations
+        asynchronous = s.overlap_steps > 0 and not freeze_now and k < s.outer_iterations
         plain = {}
         for n in names:
             weighted = [p * (z_node[i][n] + v[i][n]) for i, p in enumerate(node_sizes)]
@@ -480,7 +480,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                     batchnorms(r.model).values(), node_statistics[node_of[j]], strict=True
                 ):
                     set_moments_(m, pair)
-        elif behind:
+        elif asynchronous:
             pending = new_z, statistics, node_statistics
         else:
             z = new_z
@@ -512,11 +512,11 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         if not sgd_only:
             for j, r in enumerate(ranks):
                 r.u = {n: r.u[n] + theta[j][n] - z_node[node_of[j]][n] for n in names}
-            if not behind and not apart:
+            if not asynchronous and not apart:
                 v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
         if not sgd_only and s.penalty == "ramp":
             ramp_(rho1, [r.u for r in ranks])
-            if not behind:
+            if not asynchronous:
                 ramp_(rho2, v)
         for n in names if not sgd_only and s.penalty == "balance" else ():
             for rho, duals, primal, dual in (

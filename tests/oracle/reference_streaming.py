@@ -113,7 +113,7 @@ class Simulation:
             self.theta[r][p] = held[self.node_of[r]]
         return p, mean, held
 
-    def receive(self, sent, behind):
+    def receive(self, sent, asynchronous):
         p, mean, held, k = sent
         if self.s.outer:
             lr, mu, rise = self.s.outer
@@ -124,7 +124,7 @@ class Simulation:
         else:
             self.z[p] = mean
         for r, theta in enumerate(self.theta):
-            if not behind:
+            if not asynchronous:
                 theta[p] = self.z[p]
             elif self.s.alpha is None:
                 theta[p] = theta[p] + self.z[p] - held[self.node_of[r]]

@@ -54,11 +54,11 @@ def masks(groups: Groups, seed: int) -> list[np.ndarray]:
     """Return a mask of exactly alpha groups, a union of two, all, one group each, and any bits."""
     random = np.random.default_rng(seed)
 
-    def drawn(strictness: float) -> np.ndarray:
+    def drawn(schedule_progress: float) -> np.ndarray:
         mask = np.zeros(groups.total, dtype=bool)
         for selections in groups.kinds:
             start, stop = selections[0].start, selections[-1].stop
-            mask[start:stop] = select(random.random(stop - start), selections, strictness)
+            mask[start:stop] = select(random.random(stop - start), selections, schedule_progress)
         return mask
 
     return [
@@ -221,9 +221,9 @@ def test_payload_of_real_networks_is_the_count_by_hand(name, stem, parameters):
     groups = find_groups(model, layout, ["channel"], [0.5])
     moving = batchnorm.numel(batchnorm.find(model))
     assert moving == statistics
-    energies = np.random.default_rng(0).random(groups.total)
-    for strictness, expected in ((0.0, dense), (1.0, half)):
-        mask = select(energies, groups.kinds[0], strictness)
+    squared_norms = np.random.default_rng(0).random(groups.total)
+    for schedule_progress, expected in ((0.0, dense), (1.0, half)):
+        mask = select(squared_norms, groups.kinds[0], schedule_progress)
         plan = build_plan(layout, groups, mask, CPU)
         assert plan.numel + moving == expected + statistics
         assert {type(n) for p in plan.pieces for n in (p.start, p.kept)} == {int}

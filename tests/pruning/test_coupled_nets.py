@@ -20,8 +20,8 @@ from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import apply_factors_, build_factors
-from prunex_mpi.pruning.projection import group_energies, select
-from prunex_mpi.pruning.removable import attempt, find_rules, judge, training_failure
+from prunex_mpi.pruning.projection import group_squared_norms, select
+from prunex_mpi.pruning.removable import attempt, find_removable, find_rules, training_failure
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export_run import write_network
 
@@ -53,7 +53,7 @@ def test_what_is_left_computes_the_same(name, tmp_path):
     for number, removed in enumerate(masks):
         model.load_state_dict(state)
         mask_(model, coupling, removed)
-        verdict = judge(model, coupling, images)
+        verdict = find_removable(model, coupling, images)
         assert np.array_equal(verdict.removed, removed)
         wanted = model(images)
         # Nothing is left to tell images apart where so little is.
@@ -134,7 +134,7 @@ def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(name):
     fixed = ("classes", "applied along", "all channels are multiplied by it")
     assert all(any(f in reason for f in fixed) for reason in groups.excluded), groups.excluded
     flat = torch.randn(layout.numel)
-    scores = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
+    scores = group_squared_norms(flat, layout, groups, groups.kinds[0]).numpy()
     mask = select(scores, groups.kinds[0], 1.0)
     plan = build_plan(layout, groups, mask, flat.device)
     assert plan.numel < NETWORKS[name] * layout.numel
@@ -225,7 +225,7 @@ def test_what_only_a_norm_reads_stays():
         model.get_parameter(key)[:, torch.from_numpy(ids == 0)] = 0
     assert coupling.rows["patch.weight"][0] == 0
     images = torch.randn(2, 3, SIDE, SIDE)
-    assert not judge(model, coupling, images).removed.any()
+    assert not find_removable(model, coupling, images).removed.any()
 
 
 class Bottleneck(nn.Module):

@@ -93,12 +93,12 @@ def test_ties_go_to_the_first_pattern_and_the_ramp_to_what_the_best_have_togethe
         assert mask.reshape(-1, 4).tolist() == [[True, False, False, False]] * 27
     flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(5))
     kernels = kernels_of(flat, layout, THREE_BY_THREE)
-    for strictness, count in ((0.0, 4), (0.3, 4), (0.4, 3), (0.7, 2), (1.0, 1)):
-        result, mask = project(flat, layout, groups, strictness)
+    for schedule_progress, count in ((0.0, 4), (0.3, 4), (0.4, 3), (0.7, 2), (1.0, 1)):
+        result, mask = project(flat, layout, groups, schedule_progress)
         kept = []
         for kernel, after in zip(kernels, kernels_of(result, layout, THREE_BY_THREE), strict=True):
-            energies = [float((kernel**2 * covered([p])).sum()) for p in range(4)]
-            best = sorted(range(4), key=lambda p: -energies[p])[:count]
+            squared_norms = [float((kernel**2 * covered([p])).sum()) for p in range(4)]
+            best = sorted(range(4), key=lambda p: -squared_norms[p])[:count]
             assert np.array_equal(after, kernel * covered(best).astype(np.float32))
             kept.append(int(covered(best).sum()))
         assert set(kept) <= {4: {9}, 3: {8}, 2: {6, 7}, 1: {4}}[count]
@@ -111,9 +111,11 @@ def test_kernels_of_a_layer_compete_and_the_lowest_go():
     result, _ = project(flat, layout, groups)
     for name in WITH_KERNELS:
         before, after = (kernels_of(x, layout, [name]) for x in (flat, result))
-        energies = [float((k**2).sum()) for k in before]
+        squared_norms = [float((k**2).sum()) for k in before]
         # 0.4 of them, rounded up.
-        wanted = sorted(range(len(before)), key=lambda i: -energies[i])[: -(-2 * len(before) // 5)]
+        wanted = sorted(range(len(before)), key=lambda i: -squared_norms[i])[
+            : -(-2 * len(before) // 5)
+        ]
         for number, (k, left) in enumerate(zip(before, after, strict=True)):
             assert np.array_equal(left, k * (number in wanted))
 

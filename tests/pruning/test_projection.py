@@ -19,7 +19,7 @@ from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import Groups, find_groups, out_of_reach
 from prunex_mpi.pruning.masks import apply_factors_, build_factors, mask_drift
-from prunex_mpi.pruning.projection import group_energies, kept_count, select, with_budget
+from prunex_mpi.pruning.projection import group_squared_norms, kept_count, select, with_budget
 
 
 class Convolutions(nn.Module):
@@ -136,9 +136,9 @@ def test_percent_ratios_of_the_keep_ramp_end_at_the_exact_ceiling(count):
 def test_strictness_moves_from_dense_to_the_target():
     layout, groups = prepare(Convolutions(), ["channel"], [0.25])
     torch.manual_seed(2)
-    energies = np.random.default_rng(0).random(groups.total)
-    for strictness, ratio in ((0.0, 1.0), (0.5, 0.625), (1.0, 0.25)):
-        mask = select(energies, groups.kinds[0], strictness)
+    squared_norms = np.random.default_rng(0).random(groups.total)
+    for schedule_progress, ratio in ((0.0, 1.0), (0.5, 0.625), (1.0, 0.25)):
+        mask = select(squared_norms, groups.kinds[0], schedule_progress)
         for s in groups.kinds[0]:
             kept = mask[s.start : s.stop].reshape(s.selections, s.count).sum(axis=1)
             assert kept.tolist() == [kept_count(s.count, ratio)] * s.selections
@@ -312,21 +312,21 @@ def test_a_coupled_score_is_the_mean_share_of_its_tensors(monkeypatch):
                 for n, axis in members
             ]
             expected.append(float(sum(shares)) / len(shares))
-    energies = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
+    squared_norms = group_squared_norms(flat, layout, groups, groups.kinds[0]).numpy()
     monkeypatch.setattr(layouts, "CPU_TILE", 7)
-    by_tiles = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
-    np.testing.assert_allclose(by_tiles, energies, rtol=1e-14)
-    np.testing.assert_allclose(energies, expected, rtol=1e-12)
+    by_tiles = group_squared_norms(flat, layout, groups, groups.kinds[0]).numpy()
+    np.testing.assert_allclose(by_tiles, squared_norms, rtol=1e-14)
+    np.testing.assert_allclose(squared_norms, expected, rtol=1e-12)
     # The size of a tensor says nothing.
     views["wide.weight"] *= 100
-    again = group_energies(flat, layout, groups, groups.kinds[0]).numpy()
+    again = group_squared_norms(flat, layout, groups, groups.kinds[0]).numpy()
     np.testing.assert_allclose(again, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("keep_by", ["parameters", "multiply-adds"])
 @pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("strictness", [0.0, 0.5, 1.0])
-def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, strictness):
+def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, schedule_progress):
     _, layout, groups = coupled_groups(ratio, keep_by)
     # Of one image of 8x8: the stem at 6x6 positions, 1x1 at 6x6, depthwise at 4x4.
     prices = {"stem.weight": 36, "wide.weight": 36, "depth.weight": 16, "fc.weight": 1}
@@ -341,12 +341,12 @@ def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, strict
 
     everything = cost(np.ones(groups.total, dtype=bool))
     # On the ramp part of what is to go in the end.
-    limit = everything - strictness * (everything - ratio * everything)
+    limit = everything - schedule_progress * (everything - ratio * everything)
     for seed in range(20):
         scores = np.random.default_rng(seed).random(groups.total)
-        mask = select(scores, groups.kinds[0], strictness, groups)
+        mask = select(scores, groups.kinds[0], schedule_progress, groups)
         assert cost(mask) <= limit
-        assert mask.all() == (strictness == 0)
+        assert mask.all() == (schedule_progress == 0)
         for s in groups.kinds[0]:
             kept = mask[s.start : s.stop]
             assert kept.any()

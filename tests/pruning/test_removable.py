@@ -12,7 +12,7 @@ from torch import nn
 from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.removable import describe_removed, judge, zeros_that_stay
+from prunex_mpi.pruning.removable import describe_removed, find_removable, zeros_that_stay
 from prunex_mpi.pruning.shrink import shrink
 
 IMAGES = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(2))
@@ -67,7 +67,7 @@ def judged(model: nn.Module) -> tuple[list[int], tuple[str, ...], nn.Module]:
     The outputs of both are compared, in float64.
     """
     coupling = find_coupling(model, Images(4))
-    verdict = judge(model, coupling, IMAGES)
+    verdict = find_removable(model, coupling, IMAGES)
     smaller = shrink(model, coupling, verdict.removed)
     assert_same_outputs(model, smaller)
     first = coupling.sets[0]
@@ -177,7 +177,7 @@ def test_a_head_of_zero_filters_goes_without_a_bias(bias, gone):
         for part in (attention.in_proj_weight, attention.in_proj_bias):
             part.view(3, 3, 64, -1)[:, 0] = 0
         attention.in_proj_bias.view(3, 3, 64)[2, 0] = bias
-        verdict = judge(model, coupling, IMAGES)
+        verdict = find_removable(model, coupling, IMAGES)
         smaller = shrink(model, coupling, verdict.removed)
         assert_same_outputs(model, smaller)
     described = describe_removed(coupling, verdict.removed)

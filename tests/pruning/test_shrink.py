@@ -14,7 +14,7 @@ from prunex_mpi.models.build import describe
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.slim import CALLS
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.removable import find_rules, judge
+from prunex_mpi.pruning.removable import find_removable, find_rules
 from prunex_mpi.pruning.shrink import shrink, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export_proof import EXACT, ROUNDINGS
 from prunex_mpi.tools.export_run import write_network
@@ -46,7 +46,7 @@ def test_removing_coupled_groups_changes_no_output(name, tmp_path):
     removed = draw(coupling)
     mask_(model, coupling, removed)
     images = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
-    verdict = judge(model, coupling, images)
+    verdict = find_removable(model, coupling, images)
     assert np.array_equal(verdict.removed, removed)
     assert verdict.stays == ()
 

@@ -20,8 +20,8 @@ from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
-from prunex_mpi.pruning.projection import group_energies, select, with_budget
-from prunex_mpi.pruning.removable import find_rules, judge
+from prunex_mpi.pruning.projection import group_squared_norms, select, with_budget
+from prunex_mpi.pruning.removable import find_removable, find_rules
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_sizes, smaller_tensors
 from prunex_mpi.tools.export_run import write_network
 
@@ -53,7 +53,7 @@ def test_what_is_left_computes_the_same(name, tmp_path):
     removed = draw(coupling)
     mask_(model, coupling, removed)
     tokens = TOKENS.draw(3, torch.float32)
-    verdict = judge(model, coupling, tokens)
+    verdict = find_removable(model, coupling, tokens)
     assert np.array_equal(verdict.removed, removed)
     wanted = doubled(model)(tokens)
     assert float((wanted[0] - wanted[1]).abs().max()) > 1e-3
@@ -86,7 +86,7 @@ def test_half_of_the_groups_leave_little_more_than_a_quarter(name):
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
     assert all("classes" in reason for reason in groups.excluded)
-    scores = group_energies(torch.randn(layout.numel), layout, groups, groups.kinds[0]).numpy()
+    scores = group_squared_norms(torch.randn(layout.numel), layout, groups, groups.kinds[0]).numpy()
     plan = build_plan(layout, groups, select(scores, groups.kinds[0], 1.0), torch.device("cpu"))
     assert plan.numel <= MOST_LEFT * layout.numel
     budget = with_budget(groups, layout, "parameters", 0.0)

@@ -28,7 +28,7 @@ from prunex_mpi.base import files as base_files
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import ReceivedSignal
-from prunex_mpi.comm.async_exchange import exchanging_behind
+from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology, free_topology
@@ -50,7 +50,7 @@ from prunex_mpi.core.state import (
 from prunex_mpi.data.request import Request
 from prunex_mpi.methods.declared import METHODS
 from prunex_mpi.methods.exchanges import memory_of
-from prunex_mpi.methods.hsadmm import z_arrives
+from prunex_mpi.methods.hsadmm import complete_z
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
@@ -283,8 +283,8 @@ class Run:
         write_checkpoint(self.topology, files, self.context, Checkpoints("off", ReceivedSignal()))
 
     def restore(self, files: RunDirectory | None) -> checkpoint.Restored:
-        if self.context.behind is not None:
-            self.context.behind.finish()
+        if self.context.asynchronous is not None:
+            self.context.asynchronous.finish()
         return checkpoint.restore(self.topology, files, self.context)
 
 
@@ -322,8 +322,8 @@ def new_run(
     for memory in (memory_of, memory_of_ema):
         state.memory.declare(memory(settings, state))
     wanted = settings.overlap_steps != 0
-    behind = HELPERS.enter_context(exchanging_behind(topology, wanted, transport))
-    context = RunContext(state, problem, settings, transport, heartbeat, behind=behind)
+    asynchronous = HELPERS.enter_context(exchanging_asynchronously(topology, wanted, transport))
+    context = RunContext(state, problem, settings, transport, heartbeat, asynchronous=asynchronous)
     return Run(topology, context)
 
 
@@ -441,12 +441,12 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario, call, 
         if call != IN_THE_FOURTH and scenario in STREAMED:
             streams = first.state.consensus_sgd
             assert bool(position.part) == streams
-            assert bool(position.under_way) == (streams and overlap > 0)
+            assert bool(position.in_flight) == (streams and overlap > 0)
         elif call != IN_THE_FOURTH:
             coded = topology.num_nodes > 1 and first.settings.payload != "fp32"
             # Stopping comes first where z would arrive.
             waits = position.step <= overlap
-            assert position.under_way == ((CODED if coded else PLAIN) if waits else "")
+            assert position.in_flight == ((CODED if coded else PLAIN) if waits else "")
         first.save(files)
         second = new_run(topology, scenario)
         assert second.restore(files).name == f"000001-iteration-{call // 3 + 1}-step-{call % 3}"
@@ -488,7 +488,7 @@ def test_a_checkpoint_without_what_is_under_way_is_refused():
     with nodes_of(1) as topology:
         run = new_run(topology, "int4 behind")
         list(run.iterate(StopsAt(3)))
-        run.context.behind.finish()
+        run.context.asynchronous.finish()
         first = WORLD.rank == 0
         whose = {"leader": True, "first": first, "same_nodes": True}
         tensors, numbers = contents(topology, run.state, run.problem)
@@ -608,8 +608,8 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
             first = new_run(topology, scenario, torch.float64)
             list(first.iterate(StopsAt(call)))
             first.save(files)
-            if first.state.position.under_way:
-                z_arrives(first.context)
+            if first.state.position.in_flight:
+                complete_z(first.context)
             old, sizes = vectors(first), topology.node_sizes
         with nodes_of(after) as topology:
             if topology.node_sizes == sizes:
@@ -624,7 +624,7 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
                 assert torch.equal(new[name], old["z"]), name
             assert not new["u"].any() and not new["v"].any()
             position = second.state.position
-            assert (position.iteration, position.step, position.under_way) == (call // 3 + 1, 0, "")
+            assert (position.iteration, position.step, position.in_flight) == (call // 3 + 1, 0, "")
             if "residual" in old:
                 total, dealt = old["residual"].numpy(), new["residual"].numpy()
                 WORLD.Allreduce(total.copy(), total)

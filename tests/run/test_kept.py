@@ -14,7 +14,7 @@ from prunex_mpi.comm import topology as comm
 from prunex_mpi.core import statistics
 from prunex_mpi.core.statistics import find_reference_
 from prunex_mpi.data.batches import BatchStream
-from prunex_mpi.run.kept import Kept, begin, keep, put_back
+from prunex_mpi.run.kept import InMemoryCheckpoint, begin, keep, put_back
 
 pytestmark = [
     pytest.mark.mpi,
@@ -51,7 +51,7 @@ def train_until_lost(topology, case, monkeypatch):
         find_reference_(*given)
 
     monkeypatch.setattr(statistics, "find_reference_", fail_in_the_third)
-    kept = Kept(run.settings)
+    kept = InMemoryCheckpoint(run.settings)
     begin(topology, run.context, "", kept)
     with pytest.raises(Lost):
         for _ in run.iterate():

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from driving import wires_of
+from driving import comms_of
 from image_folders import damage, write_folder
 from launch import repeatable_metrics
 from nodes import WORLD, nodes_of
@@ -217,5 +217,5 @@ def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(files, monk
             for place in {int(context.problem.train.order[0]), 0}:
                 damage(Path(images.files.name(int(images.places[place]))))
         with pytest.raises(UserError, match="cannot read image") as caught:
-            batches_to_score(wires_of(topology).everyone, context)
+            batches_to_score(comms_of(topology).everyone, context)
     assert caught.value.exit_code == UNREADABLE

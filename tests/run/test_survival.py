@@ -18,7 +18,7 @@ from prunex_mpi.base.logs import log
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.lasting import SUM
 from prunex_mpi.run import kept as kept_module
-from prunex_mpi.run.kept import Kept, LostNodes, Member, tell
+from prunex_mpi.run.kept import InMemoryCheckpoint, LostNodes, Member, tell
 from prunex_mpi.run.survival import divide, together
 
 FAULTY = str(Path(__file__).parents[1] / "harness" / "faulty.py")
@@ -37,7 +37,7 @@ PLACES = {
     "masks": ("prunex_mpi.core.mask_choice:agree_by_vote", []),
     "message": ("prunex_mpi.core.exchange:pack_", []),
     "helper": ("prunex_mpi.core.message:Message.sum_", [*BEHIND, "--method", "diloco"]),
-    "evaluation": ("prunex_mpi.core.evaluation:judge", []),
+    "evaluation": ("prunex_mpi.core.evaluation:evaluate_delivered", []),
     "checkpoint": ("prunex_mpi.run.checkpoint_files:write_rank_file", ["--checkpoint-every", "2"]),
     "freeze": ("prunex_mpi.methods.hsadmm:freeze", []),
     "removal": ("prunex_mpi.core.removal:remove_", ["--groups", "coupled", "--remove-dropped"]),
@@ -127,7 +127,7 @@ def test_a_run_that_is_over_is_not_begun_anew(fault, tmp_path):
 
 def test_losses_one_after_the_other_are_told_together():
     members = [Member(rank, rank, "host", rank, "") for rank in range(4)]
-    kept = Kept(make(), began=True, members=members)
+    kept = InMemoryCheckpoint(make(), began=True, members=members)
     stay, first = divide(kept, [1, 2, 3], 4)
     kept.members = [members[rank] for rank in stay]
     # The second one's numbers are those among the others.
@@ -143,7 +143,7 @@ def test_a_line_says_what_is_lost_with_a_node(apart, memory, caplog, monkeypatch
     monkeypatch.setattr(kept_module, "lasting", lambda *_: summed)
     state = SimpleNamespace(position=SimpleNamespace(iteration=3))
     problem = SimpleNamespace(train=SimpleNamespace(batch_size=8), model=None)
-    kept = Kept(make(), loss=LostNodes((1,), (2, 3)), apart=apart)
+    kept = InMemoryCheckpoint(make(), loss=LostNodes((1,), (2, 3)), apart=apart)
     topology = SimpleNamespace(world_size=2, num_nodes=1)
     with caplog.at_level("INFO", log.name):
         tell(topology, None, SimpleNamespace(state=state, problem=problem), kept)

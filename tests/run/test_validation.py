@@ -14,7 +14,7 @@ from small_runs import COMMON, PRUNING, small_run
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation
-from prunex_mpi.core.evaluation import BEST, Judged, best_of, is_better, stage_of
+from prunex_mpi.core.evaluation import BEST, Evaluation, best_of, is_better, stage_of
 from prunex_mpi.core.metrics import density
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.supervision import outer_iterations
@@ -42,7 +42,7 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
     changes = {"prunetrain_threshold": 10.0} if scenario == "prunetrain" else {}
     changes |= UNFROZEN.get(scenario, {})
     changes |= {"outer_iterations": 4, "model": "resnet8-w4", **VAL}
-    seen: list[tuple[Judged, torch.Tensor]] = []
+    seen: list[tuple[Evaluation, torch.Tensor]] = []
     name = "recipe" if scenario in UNFROZEN else scenario
     with nodes_of(2) as topology, small_run(topology, name, **changes) as context:
         settings = context.settings
@@ -51,7 +51,7 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
             if record["val_accuracy"] is not None:
                 stage = stage_of(settings, record["iteration"], context.state.frozen)
                 names = ("density", "val_accuracy", "val_loss")
-                found = Judged(record["iteration"], stage, *(record[n] for n in names))
+                found = Evaluation(record["iteration"], stage, *(record[n] for n in names))
                 seen.append((found, context.state.z.clone()))
         # Masks of resnet8-w4 by multiply-adds differ in size, which says nothing.
         by_size = scenario not in ("recipe", "behind", *UNFROZEN)
@@ -68,7 +68,7 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
         with best_of(context):
             assert density(context.state) == pytest.approx(best[0].density)
             assert torch.equal(context.state.z, best[1])
-            found = evaluation.judge(topology, context, context.problem.test)
+            found = evaluation.evaluate_delivered(topology, context, context.problem.test)
             # With the statistics that it was evaluated with.
             expected = {"loss": best[0].loss, "accuracy": best[0].accuracy}
             assert found == pytest.approx(expected, rel=1e-6)
@@ -78,18 +78,18 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
 
 
 def test_smaller_beats_larger_and_of_equal_ones_the_better_counts():
-    dense, pruned = Judged(1, 0.0, 1.0, 0.9, 0.1), Judged(2, 0.0, 0.5, 0.6, 1.0)
+    dense, pruned = Evaluation(1, 0.0, 1.0, 0.9, 0.1), Evaluation(2, 0.0, 0.5, 0.6, 1.0)
     assert is_better(pruned, dense, True) and not is_better(dense, pruned, True)
-    assert is_better(Judged(3, 0.0, 0.5001, 0.7, 2.0), pruned, True)
+    assert is_better(Evaluation(3, 0.0, 0.5001, 0.7, 2.0), pruned, True)
     for by_size in (False, True):
-        assert is_better(Judged(3, 0.0, 0.5, 0.6, 0.9), pruned, by_size)
-        assert not is_better(Judged(3, 0.0, 0.5, 0.6, 1.0), pruned, by_size)
+        assert is_better(Evaluation(3, 0.0, 0.5, 0.6, 0.9), pruned, by_size)
+        assert not is_better(Evaluation(3, 0.0, 0.5, 0.6, 1.0), pruned, by_size)
 
 
 def test_later_stages_beat_earlier_ones_and_in_one_the_size_of_a_budget_says_nothing():
-    just_pruned, healed = Judged(5, 1.0, 0.49, 0.5, 1.0), Judged(6, 1.0, 0.51, 0.7, 0.8)
+    just_pruned, healed = Evaluation(5, 1.0, 0.49, 0.5, 1.0), Evaluation(6, 1.0, 0.51, 0.7, 0.8)
     assert is_better(healed, just_pruned, False) and not is_better(just_pruned, healed, False)
-    frozen = Judged(7, 2.0, 0.52, 0.4, 1.2)
+    frozen = Evaluation(7, 2.0, 0.52, 0.4, 1.2)
     for by_size in (False, True):
         assert is_better(frozen, healed, by_size) and not is_better(healed, frozen, by_size)
     settings = make(warmup_iterations=2, keep_ramp_iterations=4, freeze_iteration=8)
@@ -101,9 +101,9 @@ def test_later_stages_beat_earlier_ones_and_in_one_the_size_of_a_budget_says_not
 @pytest.mark.mpi
 def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch):
     tested = []
-    real = evaluation.judge
+    real = evaluation.evaluate_delivered
 
-    def judge(topology: Any, context: RunContext, shard: Any) -> dict[str, float]:
+    def evaluate_delivered(topology: Any, context: RunContext, shard: Any) -> dict[str, float]:
         if shard is context.problem.kept_back:
             tested.append(context.state.position.iteration)
         # The fourth outer iteration is the best.
@@ -111,8 +111,8 @@ def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch):
         accuracy = {3: 0.5, 4: 0.9}.get(context.state.position.iteration, 0.25)
         return {**found, "accuracy": accuracy}
 
-    monkeypatch.setattr(evaluation, "judge", judge)
-    monkeypatch.setattr("prunex_mpi.run.job.judge", judge)
+    monkeypatch.setattr(evaluation, "evaluate_delivered", evaluate_delivered)
+    monkeypatch.setattr("prunex_mpi.run.job.evaluate_delivered", evaluate_delivered)
     with run_folder() as folder:
         changes = {**PRUNING, "freeze_iteration": 2, "outer_iterations": 6}
         assert run_job_here(settings_of(folder, "whole", **changes)) == 0

@@ -241,15 +241,15 @@ def test_it_loads_where_only_torch_is(own_run, tmp_path):
 def test_what_is_not_equal_is_not_written(own_run, monkeypatch, capsys):
     (own_run / "model").mkdir()
     (own_run / "model/model.onnx").write_text("old")
-    judge = removable.judge
+    find_removable = removable.find_removable
 
     def too_much(*arguments: object) -> removable.Verdict:
-        verdict = judge(*arguments)
+        verdict = find_removable(*arguments)
         removed = verdict.removed.copy()
         removed[(~removed).nonzero()[0][0]] = True
         return removable.Verdict(removed, ())
 
-    monkeypatch.setattr("prunex_mpi.tools.export_run.judge", too_much)
+    monkeypatch.setattr("prunex_mpi.tools.export_run.find_removable", too_much)
     line = refused(capsys, FAILURE, str(own_run))
     assert "the smaller network is not the same" in line
     assert "nothing was written" in line

@@ -1,7 +1,7 @@
 """What a message needs besides its tensor: whom it goes to, how, and where it is counted.
 
-A wire is made from one communicator and says so: whoever is handed a wire communicates over
-`wire.comm` and nowhere else. Each message is sent, counted and timed in one call.
+A `CountedComm` is made from one communicator and says so: whoever is handed one communicates over
+`link.comm` and nowhere else. Each message is sent, counted and timed in one call.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ COUNT_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Wire:
+class CountedComm:
     """A communicator with all that a message on it needs besides its tensor.
 
     `comm` is MPI.COMM_NULL on ranks that have no part in it. `weight` is what this rank's
@@ -112,13 +112,13 @@ class Wire:
         with self.clock.exchanging(mine.device, "Allgather", counted):
             collectives.allgather_(self.comm, mine, everyone, self.transport)
 
-    def deal_(self, mine: Tensor, received: Tensor) -> None:
+    def alltoall_(self, mine: Tensor, received: Tensor) -> None:
         """Send row r of `mine` [comm.size, n] to rank r, receive as many. Collective on `comm`."""
         counted = self.count_dealt(mine.nbytes)
         with self.clock.exchanging(mine.device, "Alltoall", counted):
-            collectives.deal_(self.comm, mine, received, self.transport)
+            collectives.alltoall_(self.comm, mine, received, self.transport)
 
-    def deal_parts_(
+    def alltoall_parts_(
         self,
         mine: Tensor,
         leaving: Sequence[int],
@@ -137,7 +137,9 @@ class Wire:
         with self.clock.exchanging(mine.device, "Alltoallv", counted | {"sent": leaves}):
             collectives.alltoallv_(self.comm, mine, leaving, received, arriving, self.transport)
 
-    def shift_(self, mine: Tensor, to: int, received: Tensor, source: int, team: int = 0) -> None:
+    def sendrecv_(
+        self, mine: Tensor, to: int, received: Tensor, source: int, team: int = 0
+    ) -> None:
         """Send `mine` to rank `to`, receive as much from `source`. Collective on `comm`.
 
         They are as far away on all ranks, counted around in teams of so many neighbours or in all;
@@ -148,13 +150,13 @@ class Wire:
         sent = shifted_bytes(self.ring, self.inside, distance, mine.nbytes, team)
         self.traffic.sent += sent
         with self.clock.exchanging(mine.device, "Sendrecv", counted | {"sent": sent}):
-            collectives.shift_(self.comm, mine, to, received, source, self.transport)
+            collectives.sendrecv_(self.comm, mine, to, received, source, self.transport)
 
     def reduce_halves_(self, flat: Tensor) -> None:
         """Sum a float16 or bfloat16 vector in place, alike on all ranks. Collective on `comm`."""
         counted = self.count_dealt(flat.nbytes, passes=1)
         with self.clock.exchanging(flat.device, "sum of shares", counted):
-            collectives.sum_halves_(self.comm, flat, self.transport)
+            collectives.allreduce_halves_(self.comm, flat, self.transport)
 
     def gather_counts(self, count: int) -> list[int]:
         """Return every rank's `count`, alike on all. Collective on `comm`."""
@@ -211,8 +213,8 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Wires:
-    """The wires of one rank.
+class CountedComms:
+    """The counted communicators of one rank.
 
     `workers` speak between nodes: all ranks (flat aggregation) or the leaders of the nodes
     (hierarchical). A worker contributes its gradient, or the mean of the node that it leads, times
@@ -220,9 +222,9 @@ class Wires:
     decides.
     """
 
-    workers: Wire
-    node: Wire
-    everyone: Wire
+    workers: CountedComm
+    node: CountedComm
+    everyone: CountedComm
     flat: bool
 
     def sum_(self, flat: Tensor, kind: str = "") -> None:
@@ -234,17 +236,17 @@ class Wires:
             reduce_between_nodes_(self.workers, self.node, flat, kind)
 
 
-def find_wires(
+def make_comms(
     topology: Topology, flat: bool, transport: Transport, traffic: Traffic, clock: Clock
-) -> Wires:
-    """Make the wires of this rank; with `flat` every rank is a worker, else the leaders are."""
+) -> CountedComms:
+    """Make this rank's communicators; with `flat` every rank is a worker, else the leaders are."""
     count = topology.world_size if flat else topology.num_nodes
     ring, inside = (count, topology.node_size if flat else 1) if topology.num_nodes > 1 else (1, 1)
     between = transport
     if topology.num_nodes > 1:
         between = between_nodes(transport, count if flat else topology.num_peers)
         between = replace(between, racks=topology.racks)
-    workers = Wire(
+    workers = CountedComm(
         topology.world if flat else topology.leader,
         worker_weight(topology, flat),
         ring,
@@ -253,10 +255,10 @@ def find_wires(
         clock,
         inside=inside,
     )
-    node = Wire(topology.node, 1 / topology.node_size, 1, transport, traffic, clock, "intra")
+    node = CountedComm(topology.node, 1 / topology.node_size, 1, transport, traffic, clock, "intra")
     weight = 1 / topology.world_size
-    everyone = Wire(topology.world, weight, ring, transport, traffic, clock)
-    return Wires(workers, node, everyone, flat)
+    everyone = CountedComm(topology.world, weight, ring, transport, traffic, clock)
+    return CountedComms(workers, node, everyone, flat)
 
 
 def worker_weight(topology: Topology, flat: bool) -> float:
@@ -266,7 +268,9 @@ def worker_weight(topology: Topology, flat: bool) -> float:
     return topology.node_weight if topology.is_leader else 0.0
 
 
-def reduce_between_nodes_(leader: Wire, node: Wire, flat: Tensor, kind: str = "") -> None:
+def reduce_between_nodes_(
+    leader: CountedComm, node: CountedComm, flat: Tensor, kind: str = ""
+) -> None:
     """Sum `flat` over the leaders and hand the sum to every rank of each node.
 
     Collective on `leader.comm`, then on `node.comm`.
