@@ -325,7 +325,7 @@ def test_a_coupled_score_is_the_mean_share_of_its_tensors(monkeypatch):
 
 @pytest.mark.parametrize("keep_by", ["parameters", "multiply-adds"])
 @pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9])
-@pytest.mark.parametrize("strictness", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("schedule_progress", [0.0, 0.5, 1.0])
 def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, schedule_progress):
     _, layout, groups = coupled_groups(ratio, keep_by)
     # Of one image of 8x8: the stem at 6x6 positions, 1x1 at 6x6, depthwise at 4x4.
