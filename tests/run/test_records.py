@@ -127,10 +127,10 @@ def test_who_waits_for_a_late_rank_does_not_seem_to_work(scenario, late, changes
 def test_who_works_long_does_not_seem_to_wait(monkeypatch):
     slow, real = WORLD.size - 1, exchange.take_over_
 
-    def take_over_(*arguments: Any, **options: Any) -> None:
+    def take_over_(*arguments: Any, **options: Any) -> Any:
         if slow == WORLD.rank:
             time.sleep(DELAY_S)
-        real(*arguments, **options)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(exchange, "take_over_", take_over_)
     with nodes_of(2) as topology:
