@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mpi4py import MPI
 
-from prunex_mpi.comm import gradients, traffic
 from prunex_mpi.comm import counted as comms
+from prunex_mpi.comm import gradients, traffic
 from prunex_mpi.comm.collectives import Transport
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.models.layout import Layout, build_layout, flatten_
