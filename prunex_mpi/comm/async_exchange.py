@@ -80,21 +80,21 @@ def exchanging_asynchronously(
         return
     run_collectively(topology.world, check_thread_support)
     transport = between_nodes(for_another_thread(transport), topology.num_peers)
-    asynchronous = AsyncExchange(
+    helper = AsyncExchange(
         duplicate(topology, topology.leader) if topology.is_leader else MPI.COMM_NULL,
         duplicate(topology, topology.node),
         replace(transport, racks=duplicate_racks(topology)),
     )
     try:
-        yield asynchronous
+        yield helper
     except UserError:
-        _free(asynchronous)
+        _free(helper)
         raise
     except MPI.Exception:
         # The thread ends once its communicators are revoked, or the job is ended.
-        asynchronous.pool.shutdown(wait=False)
+        helper.pool.shutdown(wait=False)
         raise
-    _free(asynchronous)
+    _free(helper)
 
 
 def check_thread_support() -> None:
@@ -106,10 +106,10 @@ def check_thread_support() -> None:
         )
 
 
-def _free(asynchronous: AsyncExchange) -> None:
-    asynchronous.finish()
-    asynchronous.pool.shutdown()
-    if asynchronous.between != MPI.COMM_NULL:
-        asynchronous.between.Free()
-    asynchronous.node.Free()
-    free_racks(asynchronous.transport.racks)
+def _free(helper: AsyncExchange) -> None:
+    helper.finish()
+    helper.pool.shutdown()
+    if helper.between != MPI.COMM_NULL:
+        helper.between.Free()
+    helper.node.Free()
+    free_racks(helper.transport.racks)

@@ -295,17 +295,17 @@ def allreduce_then_bcast_(
         return time.perf_counter() - started
     spent = 0.0
     for operand in staged(flat, transport, fetch=leader != MPI.COMM_NULL):
-        asynchronous: list[MPI.Request] = []
+        pending: list[MPI.Request] = []
         for bucket in buckets(operand, transport):
             if leads:
                 _reduce_bucket_(leader, bucket, MPI.SUM, transport.racks)
             started = time.perf_counter()
             requests = [node.Ibcast(mpi_buffer(bucket), root=0)] if node.size > 1 else []
-            MPI.Request.Waitall(asynchronous)
-            asynchronous = requests
+            MPI.Request.Waitall(pending)
+            pending = requests
             spent += time.perf_counter() - started
         started = time.perf_counter()
-        MPI.Request.Waitall(asynchronous)
+        MPI.Request.Waitall(pending)
         spent += time.perf_counter() - started
     return spent
 

@@ -1,7 +1,7 @@
 """What a message needs besides its tensor: whom it goes to, how, and where it is counted.
 
-A `CountedComm` is made from one communicator and says so: whoever is handed one communicates over
-`link.comm` and nowhere else. Each message is sent, counted and timed in one call.
+A `CountedComm` is made from one communicator: whoever is handed one, a link, communicates over its
+`comm` and nowhere else. Each message is sent, counted and timed in one call.
 """
 
 from collections.abc import Callable, Sequence

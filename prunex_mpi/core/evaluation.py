@@ -221,7 +221,7 @@ def evaluate(topology: Topology, context: RunContext, estimate: bool = False) ->
     judged = statistics_of_z(topology, context) if estimate else nullcontext()
     # Statistics are estimated on what is judged.
     with averaged_buffers(topology, context), ema_of(context.state), judged:
-        found = evaluate_delivered(topology, context, context.problem.test)
+        found = evaluate_on(topology, context, context.problem.test)
         if BEST in context.state.memory:
             keep_best_(context, found)
     return found
@@ -271,7 +271,7 @@ def _average_(topology: Topology, context: RunContext, flat: Tensor) -> None:
 
 
 @torch.no_grad()
-def evaluate_delivered(topology: Topology, context: RunContext, shard: Any) -> dict[str, float]:
+def evaluate_on(topology: Topology, context: RunContext, shard: Any) -> dict[str, float]:
     """Return what z comes to over the `shard`s of all ranks, as `evaluate` does."""
     state, problem = context.state, context.problem
     # On the device, so that no batch is waited for.

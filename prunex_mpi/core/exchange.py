@@ -62,13 +62,13 @@ def exchange_(
     state: State,
     payload: str,
     fragment: Fragment,
-    asynchronous: AsyncExchange | None = None,
+    helper: AsyncExchange | None = None,
 ) -> None:
     """Sum the nodes' contributions to z, of one fragment, into the buffer of the message.
 
-    With a helper, `asynchronous`, it goes on over its own communicators while this rank trains, and
-    z_i, v_i and z of the fragment must stay as they are until it has arrived. With one node
-    everything travels as float32. Collective on `workers.comm` and `node.comm`.
+    With a `helper` it goes on over its communicators while this rank trains, and z_i, v_i and z of
+    the fragment must stay as they are until it has arrived. With one node everything travels as
+    float32. Collective on `workers.comm` and `node.comm`.
     """
     leader, node, message = comms.workers, comms.node, state.message
     wire_dtype = payload if leader.ring > 1 else "fp32"
@@ -81,12 +81,12 @@ def exchange_(
         offer_(leader, state, dual, fragment)
     counted = _count(leader, node, state, wire_dtype, fragment)
     state.position.part = fragment.number
-    if asynchronous is None:
+    if helper is None:
         message.sum_(leader.comm, node.comm, leader.transport, leader.clock, fragment, counted)
         return
     state.position.in_flight = PLAIN if message.codes is None else CODED
-    ways = asynchronous.between, asynchronous.node, asynchronous.transport, asynchronous.clock
-    asynchronous.begin(partial(message.sum_, *ways, fragment, counted))
+    ways = helper.between, helper.node, helper.transport, helper.clock
+    helper.begin(partial(message.sum_, *ways, fragment, counted))
 
 
 def _compare_plans(leader: CountedComm, state: State) -> None:
@@ -303,9 +303,7 @@ def send_fragment_(
     if fragment.last:
         average_in_node_(comms.node, state)
     _average_part_(comms.node, state, settings, place)
-    exchange_(
-        comms, state, settings.payload, fragment, context.asynchronous if asynchronous else None
-    )
+    exchange_(comms, state, settings.payload, fragment, context.helper if asynchronous else None)
     if settings.inner_momentum == "reset":
         forget_momentum_(state, place)
     if not asynchronous:

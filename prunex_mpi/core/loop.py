@@ -117,7 +117,7 @@ def measures_residuals(context: RunContext, this: Round) -> bool:
 
 def is_asynchronous(context: RunContext, this: Round, stage: Stage) -> bool:
     """Return whether this outer iteration's exchange runs behind the next one's local steps."""
-    return context.asynchronous is not None and not needs_z(context, this, stage)
+    return context.helper is not None and not needs_z(context, this, stage)
 
 
 def needs_z(context: RunContext, this: Round, stage: Stage) -> bool:

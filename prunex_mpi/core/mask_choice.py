@@ -33,7 +33,7 @@ def project_locally(flat: Tensor, state: State, strict: float) -> np.ndarray:
     """Return the support of the projection of `flat`, of `scored`; kinds one after the other."""
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
-        squared_norms = _energies_left(flat, state, selections, mask).numpy()
+        squared_norms = _squared_norms_left(flat, state, selections, mask).numpy()
         chosen = select(squared_norms, selections, strict, state.groups)
         mask[selections[0].start : selections[-1].stop] = chosen
     return mask
@@ -50,7 +50,7 @@ def agree_by_vote(
     """
     mask = np.ones(state.groups.total, dtype=bool)
     for selections in state.groups.kinds:
-        squared_norms = _energies_left(flat, state, selections, mask)
+        squared_norms = _squared_norms_left(flat, state, selections, mask)
         squared_norms *= node_size
         leader.reduce_to_first_(squared_norms, kind="mask")
         chosen = np.zeros(squared_norms.shape, dtype=bool)
@@ -68,7 +68,7 @@ def agree_by_or(leader: CountedComm, mask: np.ndarray) -> np.ndarray:
     return np.unpackbits(bits.numpy(), count=mask.size).astype(bool)
 
 
-def _energies_left(
+def _squared_norms_left(
     flat: Tensor, state: State, selections: tuple[Selection, ...], mask: np.ndarray
 ) -> Tensor:
     if state.groups.by_gate:

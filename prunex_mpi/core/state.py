@@ -231,7 +231,7 @@ class RunContext:
     transport: Transport
     heartbeat: Heartbeat
     stop: StopAgreement | None = None
-    asynchronous: AsyncExchange | None = None
+    helper: AsyncExchange | None = None
     failures: list[UserError] = field(default_factory=list)
 
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.settings.fields import Settings
+from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.method import Method, NoOptions
 from prunex_mpi.settings.values import AUTO, option
 
@@ -80,7 +80,7 @@ def _check_without_duals(settings: Settings) -> None:
         "mask_agreement": "vote",
     }.items():
         if (value := getattr(settings, name)) != other:
-            key = name.replace("_", "-")
+            key = key_of(name)
             raise UserError(f"{key} {value} needs duals: give --{key} {other}, or --prunex-duals")
     if settings.options.t_sync > 1:
         raise UserError("prunex.t-sync: nodes go their own ways by duals alone; give one of them")

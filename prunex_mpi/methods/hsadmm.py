@@ -204,7 +204,7 @@ def local_computation(
                 complete_z(context)
             with position.clock.between_steps(state.theta.device):
                 exchange.send_fragment_(
-                    comms, context, number, asynchronous=context.asynchronous is not None
+                    comms, context, number, asynchronous=context.helper is not None
                 )
     if position.in_flight:
         complete_z(context)
@@ -303,7 +303,7 @@ def inter_node_consensus(
         adopt_mask(state, node.broadcast_bits(bits))
     whole, settings = state.message.fragment(), context.settings
     exchange.exchange_(
-        comms, state, settings.payload, whole, context.asynchronous if asynchronous else None
+        comms, state, settings.payload, whole, context.helper if asynchronous else None
     )
     if asynchronous:
         return None
@@ -316,8 +316,8 @@ def complete_z(context: RunContext) -> None:
     """Wait for what phase 4, or a part of it, has begun: theta += z - z_i, v += z_i - z."""
     state, clock = context.state, context.state.position.clock
     started = now(state.theta.device)
-    if context.asynchronous is not None:
-        context.asynchronous.finish()
+    if context.helper is not None:
+        context.helper.finish()
         clock.late += time.perf_counter() - started
     settings = context.settings
     fragment = exchange.complete_(state, settings, asynchronous=True)

@@ -101,10 +101,8 @@ def replicate(
         threads = set_threads(topology.core_sharers, topology.host_size)
         feed = Calibration(calibrate, steps_per_epoch or resolved.local_steps)
         context = _assemble(topology, model, optimizer, resolved, example, feed, scaler)
-        asynchronous = exchanging_asynchronously(
-            topology, resolved.overlap_steps > 0, context.transport
-        )
-        context = replace(context, asynchronous=exits.enter_context(asynchronous))
+        helper = exchanging_asynchronously(topology, resolved.overlap_steps > 0, context.transport)
+        context = replace(context, helper=exits.enter_context(helper))
         if comm.rank == 0:
             log.info("torch computes with %d threads on rank 0", threads)
             log_unpruned(resolved, context.state.groups, context.state.layout.numel)
@@ -361,8 +359,8 @@ class Replica:
         The data loader's place, a scheduler and random generators are the caller's to keep.
         `torch.save` and `torch.load(weights_only=True)` take it. Does not communicate.
         """
-        if self._context.asynchronous is not None:
-            self._context.asynchronous.finish()
+        if self._context.helper is not None:
+            self._context.helper.finish()
         where = [self._topology.world.rank, *self._topology.node_sizes]
         return {
             "ranks": where,

@@ -25,7 +25,7 @@ from prunex_mpi.comm.agreement import (
 from prunex_mpi.comm.preemption import find_deadline
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import to_toml
-from prunex_mpi.core.evaluation import Evaluation, best_of, delivered, evaluate_delivered
+from prunex_mpi.core.evaluation import Evaluation, best_of, delivered, evaluate_on
 from prunex_mpi.core.metrics import density, prunable_and_kept
 from prunex_mpi.core.state import Problem, RunContext, State, weights
 from prunex_mpi.data.datasets import Dataset
@@ -246,7 +246,7 @@ def evaluate_best(topology: Topology, context: RunContext) -> dict[str, Any]:
     results: dict[str, Any] = {"validation": {"iteration": found.iteration, **outcome}}
     if context.problem.kept_back is not None:
         with best_of(context):
-            tested = evaluate_delivered(topology, context, context.problem.kept_back)
+            tested = evaluate_on(topology, context, context.problem.kept_back)
         results |= {f"test_{name}": value for name, value in tested.items()}
     return results
 

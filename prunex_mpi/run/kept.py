@@ -134,11 +134,9 @@ def keep(
     topology: Topology, files: RunDirectory | None, context: RunContext, kept: InMemoryCheckpoint
 ) -> None:
     """Copy what the ranks have in common, in place of the last but one. Collective on `world`."""
-    state, asynchronous = context.state, context.asynchronous
+    state, helper = context.state, context.helper
     sizes = broadcast_json(topology.world, files.lengths() if files else None)
-    tensors, numbers = common_contents(
-        state, context.problem, asynchronous is None or asynchronous.at_rest
-    )
+    tensors, numbers = common_contents(state, context.problem, helper is None or helper.at_rest)
     old = kept.snapshots.pop(0).tensors if len(kept.snapshots) == 2 else {}
     for key, tensor in tensors.items():
         there = old.get(key)

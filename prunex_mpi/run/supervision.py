@@ -110,11 +110,9 @@ def train(
     settings = context.settings
     with (
         stop_agreement(topology.world, received, deadline, topology.made) as stop,
-        exchanging_asynchronously(
-            topology, overlaps_steps(settings), context.transport
-        ) as asynchronous,
+        exchanging_asynchronously(topology, overlaps_steps(settings), context.transport) as helper,
     ):
-        context = replace(context, stop=stop, asynchronous=asynchronous)
+        context = replace(context, stop=stop, helper=helper)
         if kept is not None:
             # What was trained before a loss is in memory: however late, it becomes a checkpoint.
             stop.went_on = kept.loss is not None and bool(kept.snapshots)
@@ -267,9 +265,9 @@ def write_checkpoint(
     Collective on `world`.
     """
     context.heartbeat.enter("checkpoint")
-    if context.asynchronous is not None:
+    if context.helper is not None:
         # What has arrived is written with the rest, and waits for its step in both runs.
-        context.asynchronous.finish()
+        context.helper.finish()
     check_finite(topology, context)
     checkpoints.save(topology, files, context)
     if context.stop is not None:

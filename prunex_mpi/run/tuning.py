@@ -67,7 +67,7 @@ def tuned(topology: Topology, trial: RunContext, settings: Settings) -> Settings
     return chosen
 
 
-def asynchronous(costs: Costs, steps: int) -> int:
+def hiding_steps(costs: Costs, steps: int) -> int:
     """Return the fewest of `steps` that hide the exchange, at most a quarter of them."""
     return min(int(np.ceil(costs.exchange / costs.step)), steps // LATEST)
 
@@ -80,10 +80,10 @@ def exposed(costs: Costs, hidden_steps: int) -> float:
 def interval(costs: Costs, share: float, overlap: int, most: int) -> int:
     """Return the fewest local steps between exchanges that these take at most `share` of the time.
 
-    At most `most`. `overlap` steps hide an exchange, or as many as `asynchronous` says (AUTO).
+    At most `most`. `overlap` steps hide an exchange, or as many as `hiding_steps` says (AUTO).
     """
     for steps in range(max(1, overlap), most):
-        hidden = asynchronous(costs, steps) if overlap == AUTO else overlap
+        hidden = hiding_steps(costs, steps) if overlap == AUTO else overlap
         if exposed(costs, hidden) * (1 - share) <= share * steps * costs.step:
             return steps
     return most
@@ -103,7 +103,7 @@ def chosen_by(settings: Settings, nominal: int, costs: Costs) -> Settings:
     elif steps == 0:
         steps = nominal
     if settings.overlap_steps == AUTO:
-        changes["overlap_steps"] = asynchronous(costs, steps)
+        changes["overlap_steps"] = hiding_steps(costs, steps)
     if changes.get("overlap_steps", settings.overlap_steps) and "evaluate_every" in changes:
         # Of two exchanges one at least is not waited for.
         changes["evaluate_every"] = max(2, changes["evaluate_every"])

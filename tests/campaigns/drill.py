@@ -286,13 +286,11 @@ def drill(
             bring_back(made, run, away, name)
     for host in made.hosts:
         machines.kill_processes(host.name)
-    evaluate_delivered(outcome, job.returncode, folder, iterations, steps)
+    evaluate_on(outcome, job.returncode, folder, iterations, steps)
     return outcome
 
 
-def evaluate_delivered(
-    outcome: Outcome, code: int, folder: Path, iterations: int, steps: int
-) -> None:
+def evaluate_on(outcome: Outcome, code: int, folder: Path, iterations: int, steps: int) -> None:
     """Read from the run's files what it has reached, and whether that is what it says.
 
     It was to have so many `iterations` of `steps` local steps.

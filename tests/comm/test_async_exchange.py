@@ -56,28 +56,28 @@ def test_what_the_helper_raises_is_raised_where_it_is_waited_for(error):
 
     with (
         nodes_of(2) as topology,
-        exchanging_asynchronously(topology, True, TRANSPORT) as asynchronous,
+        exchanging_asynchronously(topology, True, TRANSPORT) as helper,
     ):
-        asynchronous.begin(exchange)
+        helper.begin(exchange)
         with pytest.raises(type(error)) as caught:
-            asynchronous.finish()
+            helper.finish()
         assert caught.value is error
         # It can be used again.
-        asynchronous.begin(lambda: None)
-        asynchronous.finish()
+        helper.begin(lambda: None)
+        helper.finish()
 
 
 def test_one_exchange_at_a_time():
     go_on = threading.Event()
     with (
         nodes_of(2) as topology,
-        exchanging_asynchronously(topology, True, TRANSPORT) as asynchronous,
+        exchanging_asynchronously(topology, True, TRANSPORT) as helper,
     ):
-        asynchronous.begin(go_on.wait)
+        helper.begin(go_on.wait)
         with pytest.raises(RuntimeError, match="under way already"):
-            asynchronous.begin(lambda: None)
+            helper.begin(lambda: None)
         go_on.set()
-        asynchronous.finish()
+        helper.finish()
 
 
 def test_a_user_error_that_all_ranks_raise_waits_for_what_is_under_way():
@@ -85,8 +85,8 @@ def test_a_user_error_that_all_ranks_raise_waits_for_what_is_under_way():
     with nodes_of(2) as topology:
 
         def fail() -> None:
-            with exchanging_asynchronously(topology, True, TRANSPORT) as asynchronous:
-                asynchronous.begin(lambda: done.append(asynchronous.node.allreduce(1)))
+            with exchanging_asynchronously(topology, True, TRANSPORT) as helper:
+                helper.begin(lambda: done.append(helper.node.allreduce(1)))
                 raise UserError("all of us")
 
         with pytest.raises(UserError, match="all of us"):
@@ -99,9 +99,9 @@ def test_nothing_is_made_where_nothing_is_wanted(monkeypatch):
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SINGLE)
     with (
         nodes_of(2) as topology,
-        exchanging_asynchronously(topology, False, TRANSPORT) as asynchronous,
+        exchanging_asynchronously(topology, False, TRANSPORT) as helper,
     ):
-        assert asynchronous is None
+        assert helper is None
 
 
 def test_one_rank_without_threads_is_refused_on_all(monkeypatch):

@@ -36,7 +36,7 @@ from prunex_mpi.core.evaluation import (
     ema_of,
     estimate_statistics,
     evaluate,
-    evaluate_delivered,
+    evaluate_on,
     statistics_of_z,
 )
 from prunex_mpi.core.state import PRUNED, Problem, RunContext, State, build_state, in_place_of_z
@@ -401,24 +401,24 @@ def test_what_is_judged_and_delivered_is_the_average(scenario):
     with nodes_of(1) as topology, small_run(topology, base, **changes) as context:
         state, test = context.state, context.problem.test
         # Before the first outer iteration there is nothing but the weights that it begins with.
-        assert evaluate(topology, context) == evaluate_delivered(topology, context, test)
+        assert evaluate(topology, context) == evaluate_on(topology, context, test)
         recalibrates = scenario in ("recipe", "diloco", "sparseloco")
         for record in outer_iterations(topology, context):
             average, statistics = state.memory[EMA].clone(), state.memory[EMA_STATS].clone()
             last = [t.clone() for t in (state.z, *context.problem.model.buffers())]
-            of_z = evaluate_delivered(topology, context, test)
+            of_z = evaluate_on(topology, context, test)
             estimated = recalibrates and not record["frozen"]
             with in_place_of_z(state, average, statistics):
                 if estimated and scenario != "recipe":
                     # Also those that are delivered.
                     with statistics_of_z(topology, context):
-                        of_average = evaluate_delivered(topology, context, test)
+                        of_average = evaluate_on(topology, context, test)
                         if record["status"] != "running":
                             assert torch.equal(statistics_now(context), statistics)
                 elif estimated:
                     continue
                 else:
-                    of_average = evaluate_delivered(topology, context, test)
+                    of_average = evaluate_on(topology, context, test)
             assert {key: record[f"test_{key}"] for key in ("loss", "accuracy")} == of_average
             if record["iteration"] in (2, 6) and scenario != "recipe":
                 assert of_average["loss"] != of_z["loss"]
@@ -439,7 +439,7 @@ def test_statistics_of_a_support_that_stays_are_estimated_on_the_average():
         assert records[-1]["frozen"] and records[-1]["mask_drift"] == 0
         with ema_of(context.state), statistics_of_z(topology, context):
             assert torch.equal(statistics_now(context), context.state.memory[EMA_STATS])
-            found = evaluate_delivered(topology, context, context.problem.test)
+            found = evaluate_on(topology, context, context.problem.test)
         assert {key: records[-1][f"test_{key}"] for key in ("loss", "accuracy")} == found
 
 
@@ -459,13 +459,13 @@ def test_the_best_is_the_best_average(scenario):
 @pytest.mark.two_ranks
 def test_a_run_writes_the_average(monkeypatch):
     judged = []
-    real = evaluation.evaluate_delivered
+    real = evaluation.evaluate_on
 
     def spy(topology: Any, context: RunContext, shard: Any) -> tuple[float, float]:
         judged.append((context.state.z.clone(), statistics_now(context)))
         return real(topology, context, shard)
 
-    monkeypatch.setattr(evaluation, "evaluate_delivered", spy)
+    monkeypatch.setattr(evaluation, "evaluate_on", spy)
     with run_folder() as folder:
         run = {"run_dir": str(folder / "whole"), "progress": "off"}
         changes = {**COMMON, **PRUNING, **settings_of("recipe"), **run}

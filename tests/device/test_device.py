@@ -94,13 +94,13 @@ def test_a_helper_thread_sends_what_lies_on_the_device():
     with (
         torch.cuda.stream(torch.cuda.Stream()),
         nodes_of(1) as topology,
-        exchanging_asynchronously(topology, True, transport(1.0)) as asynchronous,
+        exchanging_asynchronously(topology, True, transport(1.0)) as helper,
     ):
         flat = numbers(WORLD.rank, 1 << 18, torch.float32).to(DEVICE, copy=True)
-        asynchronous.begin(lambda: allreduce_(asynchronous.between, flat, asynchronous.transport))
+        helper.begin(lambda: allreduce_(helper.between, flat, helper.transport))
         # The device goes on with other work, for seconds.
         torch.cuda._sleep(1 << 33)
-        asynchronous.finish()
+        helper.finish()
         assert not torch.cuda.current_stream().query(), "the helper has waited for the main thread"
         assert torch.equal(flat.cpu(), total(1 << 18, torch.float32))
 
@@ -109,12 +109,12 @@ def test_a_helper_thread_sends_what_was_queued_before():
     flat = torch.zeros(1 << 18, device=DEVICE)
     with (
         nodes_of(1) as topology,
-        exchanging_asynchronously(topology, True, transport()) as asynchronous,
+        exchanging_asynchronously(topology, True, transport()) as helper,
     ):
         torch.cuda._sleep(1 << 30)
         flat.copy_(numbers(WORLD.rank, 1 << 18, torch.float32).to(DEVICE))
-        asynchronous.begin(lambda: allreduce_(asynchronous.between, flat, asynchronous.transport))
-        asynchronous.finish()
+        helper.begin(lambda: allreduce_(helper.between, flat, helper.transport))
+        helper.finish()
         flat.mul_(2)
         assert torch.equal(flat.cpu(), 2 * total(1 << 18, torch.float32))
 

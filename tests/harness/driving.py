@@ -39,12 +39,8 @@ SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 def run_driver(topology, settings, model, stream, steps=STEPS):
     """Yield (record, state) after each outer iteration of the driver of the method."""
     stream.steps_per_epoch = STEPS_PER_EPOCH
-    with exchanging_asynchronously(
-        topology, settings.overlap_steps != 0, SMALL_BUCKETS
-    ) as asynchronous:
-        context = replace(
-            make_context(settings, model, stream, steps=steps), asynchronous=asynchronous
-        )
+    with exchanging_asynchronously(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as helper:
+        context = replace(make_context(settings, model, stream, steps=steps), helper=helper)
         for record in outer_iterations(topology, context):
             yield record, context.state
 

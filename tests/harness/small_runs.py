@@ -65,6 +65,6 @@ def small_run(
     context = assemble(topology, settings, dataset, *place, heartbeat or Heartbeat())
     with (
         stop_agreement(WORLD, ReceivedSignal(), None) as stop,
-        exchanging_asynchronously(topology, overlaps_steps(settings), place[1]) as asynchronous,
+        exchanging_asynchronously(topology, overlaps_steps(settings), place[1]) as helper,
     ):
-        yield replace(context, stop=stop, asynchronous=asynchronous)
+        yield replace(context, stop=stop, helper=helper)

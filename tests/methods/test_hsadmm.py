@@ -158,13 +158,9 @@ def run_driver(ranks_per_node, model, stream, settings, loss=F.cross_entropy, st
     """Yield (record, state, topology) after each outer iteration of the real driver."""
     with (
         nodes_of(ranks_per_node, settings.rack_of) as topology,
-        exchanging_asynchronously(
-            topology, settings.overlap_steps != 0, SMALL_BUCKETS
-        ) as asynchronous,
+        exchanging_asynchronously(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as helper,
     ):
-        context = replace(
-            make_context(settings, model, stream, steps, loss), asynchronous=asynchronous
-        )
+        context = replace(make_context(settings, model, stream, steps, loss), helper=helper)
         for record in outer_iterations(topology, context):
             yield record, context.state, topology
 

@@ -283,8 +283,8 @@ class Run:
         write_checkpoint(self.topology, files, self.context, Checkpoints("off", ReceivedSignal()))
 
     def restore(self, files: RunDirectory | None) -> checkpoint.Restored:
-        if self.context.asynchronous is not None:
-            self.context.asynchronous.finish()
+        if self.context.helper is not None:
+            self.context.helper.finish()
         return checkpoint.restore(self.topology, files, self.context)
 
 
@@ -322,8 +322,8 @@ def new_run(
     for memory in (memory_of, memory_of_ema):
         state.memory.declare(memory(settings, state))
     wanted = settings.overlap_steps != 0
-    asynchronous = HELPERS.enter_context(exchanging_asynchronously(topology, wanted, transport))
-    context = RunContext(state, problem, settings, transport, heartbeat, asynchronous=asynchronous)
+    helper = HELPERS.enter_context(exchanging_asynchronously(topology, wanted, transport))
+    context = RunContext(state, problem, settings, transport, heartbeat, helper=helper)
     return Run(topology, context)
 
 
@@ -488,7 +488,7 @@ def test_a_checkpoint_without_what_is_under_way_is_refused():
     with nodes_of(1) as topology:
         run = new_run(topology, "int4 behind")
         list(run.iterate(StopsAt(3)))
-        run.context.asynchronous.finish()
+        run.context.helper.finish()
         first = WORLD.rank == 0
         whose = {"leader": True, "first": first, "same_nodes": True}
         tensors, numbers = contents(topology, run.state, run.problem)

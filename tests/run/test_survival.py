@@ -37,7 +37,7 @@ PLACES = {
     "masks": ("prunex_mpi.core.mask_choice:agree_by_vote", []),
     "message": ("prunex_mpi.core.exchange:pack_", []),
     "helper": ("prunex_mpi.core.message:Message.sum_", [*BEHIND, "--method", "diloco"]),
-    "evaluation": ("prunex_mpi.core.evaluation:evaluate_delivered", []),
+    "evaluation": ("prunex_mpi.core.evaluation:evaluate_on", []),
     "checkpoint": ("prunex_mpi.run.checkpoint_files:write_rank_file", ["--checkpoint-every", "2"]),
     "freeze": ("prunex_mpi.methods.hsadmm:freeze", []),
     "removal": ("prunex_mpi.core.removal:remove_", ["--groups", "coupled", "--remove-dropped"]),

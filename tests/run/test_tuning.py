@@ -13,9 +13,9 @@ from prunex_mpi.run import problem
 from prunex_mpi.run.supervision import overlaps_steps
 from prunex_mpi.run.tuning import (
     Costs,
-    asynchronous,
     chosen_by,
     exposed,
+    hiding_steps,
     interval,
     is_left_to_measure,
     trial_of,
@@ -35,16 +35,16 @@ def test_the_fewest_steps_that_keep_the_share():
 
 
 def test_steps_behind_which_an_exchange_runs_cost_nothing():
-    assert asynchronous(SLOW, 1000) == 20
-    assert asynchronous(SLOW, 40) == 10
-    assert asynchronous(SLOW, 3) == 0
+    assert hiding_steps(SLOW, 1000) == 20
+    assert hiding_steps(SLOW, 40) == 10
+    assert hiding_steps(SLOW, 3) == 0
     assert exposed(SLOW, 20) == pytest.approx(0.0)
     assert exposed(SLOW, 15) == pytest.approx(0.05)
     # A quarter of the steps hides all but 5 % of the time.
     steps = interval(SLOW, 0.05, AUTO, 10**6)
-    cost = exposed(SLOW, asynchronous(SLOW, steps))
+    cost = exposed(SLOW, hiding_steps(SLOW, steps))
     assert cost <= 0.05 * (cost + steps * SLOW.step)
-    shorter = exposed(SLOW, asynchronous(SLOW, steps - 1))
+    shorter = exposed(SLOW, hiding_steps(SLOW, steps - 1))
     assert shorter > 0.05 * (shorter + (steps - 1) * SLOW.step)
     # What is no exchange can't be hidden.
     assert interval(Costs(0.01, 0.2, 0.19), 0.5, AUTO, 10**6) == 32
@@ -56,7 +56,7 @@ def test_a_run_keeps_its_length_and_its_shares(method):
     nominal = 40
     chosen = chosen_by(settings, nominal, SLOW)
     assert chosen.local_steps == interval(SLOW, 0.05, AUTO, 160)
-    assert chosen.overlap_steps == asynchronous(SLOW, chosen.local_steps)
+    assert chosen.overlap_steps == hiding_steps(SLOW, chosen.local_steps)
     whole = 64 * nominal
     found = total_steps(chosen, chosen.local_steps)
     assert found == pytest.approx(whole, abs=chosen.local_steps)

@@ -68,7 +68,7 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
         with best_of(context):
             assert density(context.state) == pytest.approx(best[0].density)
             assert torch.equal(context.state.z, best[1])
-            found = evaluation.evaluate_delivered(topology, context, context.problem.test)
+            found = evaluation.evaluate_on(topology, context, context.problem.test)
             # With the statistics that it was evaluated with.
             expected = {"loss": best[0].loss, "accuracy": best[0].accuracy}
             assert found == pytest.approx(expected, rel=1e-6)
@@ -101,9 +101,9 @@ def test_later_stages_beat_earlier_ones_and_in_one_the_size_of_a_budget_says_not
 @pytest.mark.mpi
 def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch):
     tested = []
-    real = evaluation.evaluate_delivered
+    real = evaluation.evaluate_on
 
-    def evaluate_delivered(topology: Any, context: RunContext, shard: Any) -> dict[str, float]:
+    def evaluate_on(topology: Any, context: RunContext, shard: Any) -> dict[str, float]:
         if shard is context.problem.kept_back:
             tested.append(context.state.position.iteration)
         # The fourth outer iteration is the best.
@@ -111,8 +111,8 @@ def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch):
         accuracy = {3: 0.5, 4: 0.9}.get(context.state.position.iteration, 0.25)
         return {**found, "accuracy": accuracy}
 
-    monkeypatch.setattr(evaluation, "evaluate_delivered", evaluate_delivered)
-    monkeypatch.setattr("prunex_mpi.run.job.evaluate_delivered", evaluate_delivered)
+    monkeypatch.setattr(evaluation, "evaluate_on", evaluate_on)
+    monkeypatch.setattr("prunex_mpi.run.job.evaluate_on", evaluate_on)
     with run_folder() as folder:
         changes = {**PRUNING, "freeze_iteration": 2, "outer_iterations": 6}
         assert run_job_here(settings_of(folder, "whole", **changes)) == 0

@@ -186,13 +186,13 @@ def test_the_time_to_a_target_is_computing_and_bytes_on_a_link():
         *outcomes("behind", curve=curve, hidden=0.5),
     ]
     table = target_table(comparison(runs, seeds=(0, 1)), 0.7)
-    dense, asynchronous = cells(table, "dense"), cells(table, "behind")
+    dense, overlapped = cells(table, "dense"), cells(table, "behind")
     assert dense["seeds"] == "1 of 2"
     assert dense["sent MiB"] == pytest.approx(4e6 / 2**20)
     # 4 MB at 2.5 MB/s; half of 8 seconds of computing hides them.
     assert dense["s at 20 Mbit/s"] == pytest.approx(8 + 1.6)
     assert dense["s at 1 Gbit/s"] == pytest.approx(8 + 0.032)
-    assert asynchronous["s at 20 Mbit/s"] == 8
+    assert overlapped["s at 20 Mbit/s"] == 8
     assert cells(target_table(comparison(runs), 0.95), "dense")["sent MiB"] is None
     # Files of before do not tell computing from messages.
     for run in runs:
