@@ -119,8 +119,8 @@ def weigh_candidate(
 def step_duals_(state: State, measured: bool) -> np.ndarray | None:
     """u += theta - z_i, v += z_i - z; where `measured` return squared norms, [7, layers].
 
-    Of theta - z_i, theta, z_i, u, z_i - z, z and v, in this order. While z is under way v waits
-    for it, and without an exchange v stays as it is.
+    Of theta - z_i, theta, z_i, u, z_i - z, z and v, in this order. While z is in flight v waits
+    for it.
     """
     found, spare = [], spare_tile(state.theta)
     for tile in tiles(state.layout, state.theta.device):
@@ -128,7 +128,7 @@ def step_duals_(state: State, measured: bool) -> np.ndarray | None:
         theta, z_node, u, z, v = (flat[tile.place] for flat in flats)
         gap = torch.sub(theta, z_node, out=spare[: theta.numel()])
         u.add_(gap)
-        if state.position.in_flight or state.position.apart:
+        if state.position.in_flight:
             continue
         norms = tile_norms(tile, gap, theta, z_node, u) if measured else []
         torch.sub(z_node, z, out=gap)

@@ -85,8 +85,8 @@ def average_z_(topology: Topology, context: RunContext, changed: bool, estimated
         return
     if changed:
         state.memory[EMA_COUNT].zero_()
-    if state.position.in_flight or state.position.apart:
-        # It is taken in when it arrives, or is new; what z still is has been already.
+    if state.position.in_flight:
+        # It is taken in when it arrives; what z still is has been already.
         return
     add_z_(state, context.settings)
     if estimated and int(state.memory[EMA_COUNT]) > 1:

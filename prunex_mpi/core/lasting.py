@@ -233,7 +233,7 @@ def put_elsewhere(topology: Topology, parts: Parts, context: RunContext) -> Numb
     batchnorm.as_plain_(state.bn_modules, stats.div_(given[0]), zero)
     batchnorm.write_plain(state.bn_modules, stats)
     begin_iteration(state.position)
-    state.position.part, state.position.apart = 0, False
+    state.position.part = 0
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(numbers["scaler"])
     return numbers

@@ -117,12 +117,9 @@ def measures_residuals(context: RunContext, this: Round) -> bool:
 
 def is_asynchronous(context: RunContext, this: Round, stage: Stage) -> bool:
     """Return whether this outer iteration's exchange runs behind the next one's local steps."""
-    return context.helper is not None and not needs_z(context, this, stage)
-
-
-def needs_z(context: RunContext, this: Round, stage: Stage) -> bool:
-    """Return whether z is evaluated, delivered, measured or frozen in this outer iteration."""
-    return this.last or stage.freeze or stage.measured or evaluates(context, this)
+    # Not where z is evaluated, delivered, measured or frozen.
+    needs_z = this.last or stage.freeze or stage.measured or evaluates(context, this)
+    return context.helper is not None and not needs_z
 
 
 def finish_round(

@@ -44,8 +44,8 @@ class Position:
     `step` counts the local steps that outer iteration `iteration` has behind it, `steps_done` those
     of the outer iterations before; losses, bytes and seconds so far are this rank's own.
     `in_flight` says as what (PLAIN or CODED) travels what z does not hold yet, "" for nothing.
-    `part` is the number, from 1, of the part that was exchanged last, 0 for the whole message;
-    `apart`: nothing was, and nodes go on from their own z_i. `converged_of` is the length, in outer
+    `part` is the number, from 1, of the part that was exchanged last, 0 for the whole message.
+    `converged_of` is the length, in outer
     iterations, of a run that has converged before it, else 0. `fresh_statistics`: BatchNorm's
     began with this run; `has_reference`: all ranks share those about which they are averaged.
     """
@@ -62,7 +62,6 @@ class Position:
     vote_next: bool = False
     in_flight: str = ""
     part: int = 0
-    apart: bool = False
     first_loss: float | None = None
     # Of the best z so far by held-out images, as `evaluation.Evaluation` has it.
     best: list[float] = field(default_factory=list)

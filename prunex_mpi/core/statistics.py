@@ -28,15 +28,6 @@ def average_in_node_(node: CountedComm, state: State) -> None:
     state.stats.div_(node.comm.size)
 
 
-def keep_own_(state: State) -> None:
-    """Set the statistics of the model to the node's own mean, in `stats`, without an exchange."""
-    if state.alone:
-        batchnorm.read_plain_(state.bn_modules, state.stats)
-        return
-    batchnorm.as_plain_(state.bn_modules, state.stats, state.memory[KNOWN])
-    batchnorm.write_plain(state.bn_modules, state.stats)
-
-
 def average_statistics(comms: CountedComms, state: State) -> None:
     """Set the statistics of the model, and the reference, to the mean of all ranks.
 

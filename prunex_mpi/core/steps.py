@@ -40,8 +40,7 @@ def start_(context: RunContext) -> None:
     """Set theta and momentum to where an outer iteration begins: z, or z_i where z is not there."""
     state, settings, position = context.state, context.settings, context.state.position
     if starts_from_z(state, settings):
-        alone = position.in_flight or position.apart
-        state.theta.copy_(state.z_node if alone else state.z)
+        state.theta.copy_(state.z_node if position.in_flight else state.z)
     if settings.inner_momentum == "reset":
         forget_momentum_(state)
 

@@ -23,12 +23,6 @@ GRASP_BELOW = 0.3
 
 @dataclass(frozen=True)
 class PrunexOptions:
-    t_sync: int = option(
-        "exchange between nodes in every so manyth outer iteration; in between nodes go on from "
-        "their own consensus",
-        1,
-        low=1,
-    )
     duals: bool = option(
         "pull theta and z together by duals and penalties; without, masks are chosen of averages, "
         "as in gradual magnitude pruning",
@@ -37,40 +31,9 @@ class PrunexOptions:
 
 
 def check_prunex(settings: Settings) -> None:
-    """Refuse what needs duals where there are none, or exchanges in each outer iteration."""
-    if not settings.options.duals:
-        _check_without_duals(settings)
-    every = settings.options.t_sync
-    if every == 1:
-        return
-    what = f"prunex.t-sync {every}"
-    if every > settings.outer_iterations:
-        raise UserError(f"{what} is more than the {settings.outer_iterations} outer-iterations")
-    if settings.evaluate_every % every:
-        raise UserError(
-            f"{what}: what is evaluated is z, which an exchange makes; give an --evaluate-every "
-            f"that is a multiple of {every}"
-        )
-    if settings.residuals == "every":
-        raise UserError(
-            f"{what}: residuals are measured on z, which an exchange makes; give --residuals "
-            "evaluate or off"
-        )
-    if settings.freeze_drift >= 0:
-        raise UserError(
-            f"{what}: masks change with exchanges alone, and would seem to have settled in "
-            "between; give a negative --freeze-drift"
-        )
-    if settings.fragments > 1:
-        raise UserError(f"{what}: fragments are sent in each outer iteration; give one of them")
-    if settings.overlap_steps:
-        raise UserError(f"{what}: overlap-steps is for exchanges in each outer iteration; give one")
-    if settings.local_steps == AUTO:
-        raise UserError(f"{what}: local-steps auto sets the interval by itself; give one of them")
-
-
-def _check_without_duals(settings: Settings) -> None:
     """Refuse what is a matter of duals, or of where each rank is, in a run without them."""
+    if settings.options.duals:
+        return
     for name, other in {
         "after_freeze": "local-sgd",
         "penalty": "fixed",
@@ -82,8 +45,6 @@ def _check_without_duals(settings: Settings) -> None:
         if (value := getattr(settings, name)) != other:
             key = key_of(name)
             raise UserError(f"{key} {value} needs duals: give --{key} {other}, or --prunex-duals")
-    if settings.options.t_sync > 1:
-        raise UserError("prunex.t-sync: nodes go their own ways by duals alone; give one of them")
 
 
 PRUNEX = Method(

@@ -12,8 +12,7 @@
 Names as in the paper: theta_ij, u_ij per rank; z_tilde (z~_i), z_node (z_i), v_i per node; z
 everywhere. All are flat vectors over all parameters (`layout`). P_i ranks in node i, N in all.
 With step sync phase 2 sends statistics alone; without duals phase 5 sends the loss alone. With a
-payload of fewer bits phase 4 adds up codes, by Alltoallv and Allgather (`core/sums.py`). With
-`--prunex-t-sync` most outer iterations have neither phase 4 nor masks to choose.
+payload of fewer bits phase 4 adds up codes, by Alltoallv and Allgather (`core/sums.py`).
 
 Without duals this is local SGD, and so are the methods that train locally and exchange once per
 outer iteration:
@@ -30,7 +29,6 @@ outer iteration:
 
 import time
 from collections.abc import Generator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,7 +74,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
     on every rank.
     """
     state, settings, position = context.state, context.settings, context.state.position
-    method, every = settings.method, getattr(settings.options, "t_sync", 1)
+    method = settings.method
     comms = comms_of(topology, state, context.transport)
     node = comms.node
     own = exchange_of(method)(comms, context) if method.own_exchange else None
@@ -86,9 +84,6 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
             measured = loop.measures_residuals(context, this)
             stage = schedule.find_stage(this.k, settings, state.frozen, position, measured)
             fragmented = exchange.goes_in_fragments(context, this, stage)
-            apart = this.k % every > 0 and not loop.needs_z(context, this, stage)
-            if apart:
-                stage = replace(stage, choose=False)
             with loop.phase(context, this, "local"):
                 loss = yield from local_computation(
                     averager, context, comms if fragmented else None
@@ -97,7 +92,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
                     return
                 evaluation.check_divergence(topology, context, loss)
             loop.split_local(context, this, waiting="intra")
-            asynchronous = not apart and loop.is_asynchronous(context, this, stage)
+            asynchronous = loop.is_asynchronous(context, this, stage)
             moved_node = moved = None
             with loop.phase(context, this, "intra"):
                 statistics.find_reference_(comms, state)
@@ -113,13 +108,8 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
                     moved_node = project(comms.workers, node, state, settings, z_tilde, stage)
                     if stage.freeze:
                         freeze(state, settings.after_freeze == "local-sgd")
-                position.apart = apart
                 with loop.phase(context, this, "inter"):
-                    if apart:
-                        # z_i, on the mask in force; z and v are those of the last exchange.
-                        state.mask.apply_(state.z_node)
-                        statistics.keep_own_(state)
-                    elif own is not None:
+                    if own is not None:
                         own.exchange_(state.z)
                     else:
                         moved = inter_node_consensus(comms, context, stage, asynchronous)

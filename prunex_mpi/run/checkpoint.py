@@ -59,7 +59,7 @@ class Restored:
     """Which checkpoint a run goes on from, "" for none, and which were refused, with reasons.
 
     On other nodes `duals`, where there are any, begin anew, and what had not been sent yet is
-    `dealt_out`; between two exchanges of a `t-sync`, outer iterations of nodes apart are `lost`.
+    `dealt_out`.
     """
 
     name: str
@@ -67,7 +67,6 @@ class Restored:
     other_nodes: bool = False
     duals: bool = False
     dealt_out: bool = False
-    lost: bool = False
 
     def describe(self) -> list[str]:
         """Return lines that say where the run goes on from, and what was refused."""
@@ -80,8 +79,6 @@ class Restored:
             place += ", penalties are kept, duals start at 0"
         if self.dealt_out:
             place += ", what had not been sent yet is dealt out anew"
-        if self.lost:
-            place += ", the outer iterations since nodes last exchanged are lost"
         return [*(f"refused checkpoint {line}" for line in self.refused), place]
 
 
@@ -226,15 +223,14 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
             refused.append(f"{name}: {reason}")
             continue
         run_on_root(world, partial(rewind, manifest["files"], refused))
-        lost = False
         if other:
-            lost = put_common(topology, parts, sum(manifest["node_sizes"]), context)
+            put_common(topology, parts, sum(manifest["node_sizes"]), context)
         else:
             put_all(topology, *part, context)
         table = lasting(state, context.problem.model)
         dealt_out = other and any(entry.elsewhere == SUM for entry in table.values())
         duals = other and not state.consensus_sgd
-        return Restored(name, tuple(refused), other, duals, dealt_out, lost)
+        return Restored(name, tuple(refused), other, duals, dealt_out)
     if refused:
         raise UserError("no checkpoint can be used: " + "; ".join(refused), UNREADABLE)
     run_on_root(world, lambda: rewind({}))

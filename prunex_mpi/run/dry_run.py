@@ -86,9 +86,7 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         warmup, ramp = getattr(settings.options, "prune_iteration", 1) - 1, 0
     count = _rounds(settings)[0]
     fragmented = parted_in(settings, count)
-    run = [
-        (schedule_progress(k, warmup, ramp), k in fragmented) for k in exchanges_in(settings, count)
-    ]
+    run = [(schedule_progress(k, warmup, ramp), k in fragmented) for k in range(1, count + 1)]
     # Before the freeze there are no parts.
     first = 0.0, bool(fragmented) and not settings.method.consensus
     final = 1.0, bool(fragmented)
@@ -115,26 +113,17 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     return format_lines(rows)
 
 
-def exchanges_in(settings: Settings, outer: int) -> list[int]:
-    """Return the outer iterations of a run that exchange between nodes, `outer` being all."""
-    every = getattr(settings.options, "t_sync", 1)
-    needed = (outer, known_freeze(settings))
-    return [k for k in range(1, outer + 1) if k % every == 0 or k in needed]
-
-
 def _payload_rows(
-    settings: Settings, groups: Groups, sizes: tuple[int, int, int], total: int, exchanges: int
+    settings: Settings, groups: Groups, sizes: tuple[int, int, int], total: int, rounds: int
 ) -> list[tuple[str, str]]:
     """Return what a leader hands over in phase 4, from bytes.
 
     Of the `sizes` the first is the whole model as it is; the others, in the format of the payload,
     are one outer iteration's before and after the keep ratio falls. `total` is that of all
-    `exchanges` of the run.
+    `rounds` outer iterations.
     """
-    (dense, first, final), outer = sizes, exchanges
+    (dense, first, final), outer = sizes, rounds
     _, many = _rounds(settings)
-    if exchanges < settings.outer_iterations and getattr(settings.options, "t_sync", 1) > 1:
-        many = f"{exchanges} exchanges in {many}"
     quality = _quality(settings, groups)
     each, over_the_run = "payload per outer iteration", f"payload over {many}"
     whole = _size_of(dense)

@@ -99,9 +99,9 @@ class InMemoryCheckpoint:
 
     `settings` are those to go on with once the run has `began`, `made` the communicators in use,
     `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
-    fewer nodes are left than a run may have, `apart` that nodes had gone on by themselves and those
-    outer iterations are lost with it; `changes` tell of all that was lost. The run has ended with
-    the exit `code` once that is there. But for times and communicators it is the same everywhere.
+    fewer nodes are left than a run may have; `changes` tell of all that was lost. The run has ended
+    with the exit `code` once that is there. But for times and communicators it is the same
+    everywhere.
     """
 
     settings: Settings
@@ -113,7 +113,6 @@ class InMemoryCheckpoint:
     loss: LostNodes | None = None
     lost_at: float = 0.0
     too_few: bool = False
-    apart: bool = False
     changes: list[dict[str, Any]] = field(default_factory=list)
     code: int | None = None
 
@@ -163,7 +162,7 @@ def put_back(
     world.Allreduce(MPI.IN_PLACE, newest, op=MPI.MIN)
     if not newest[0]:
         # One rank at least has not come to the end of its first outer iteration in this job.
-        kept.snapshots, kept.apart = [], False
+        kept.snapshots = []
         return False
     found = [s for s in kept.snapshots if s.iteration == newest[0]]
     left = broadcast_text(world, found[0].left if found else "")
@@ -181,7 +180,7 @@ def put_back(
     def parts() -> Iterator[tuple[Tensors, Numbers]]:
         yield found[0].tensors, found[0].numbers
 
-    kept.apart = put_common(topology, parts, found[0].ranks, context)
+    put_common(topology, parts, found[0].ranks, context)
     if not digests_agree(world, bits_digest(state.z)):
         raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
     kept.snapshots = found
@@ -199,13 +198,9 @@ def tell(
     change = {"time": now, "iteration": iteration, "seconds": now - kept.lost_at}
     change |= {"lost_seconds": max(kept.lost_at - since, 0.0)}
     change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
-    what, gone = f"{kept.loss.describe()} lost", []
+    what = f"{kept.loss.describe()} lost"
     if any(e.elsewhere == SUM for e in lasting(context.state, context.problem.model).values()):
-        gone.append("what had not been sent yet")
-    if kept.apart:
-        gone.append("the outer iterations since nodes last exchanged")
-    if gone:
-        what += f" with {' and '.join(gone)}"
+        what += " with what had not been sent yet"
     kept.changes.append(change | {"nodes": nodes, "ranks": ranks})
     if files is not None:
         files.append(NODES, kept.changes[-1:])

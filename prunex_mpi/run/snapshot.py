@@ -134,11 +134,10 @@ def put_all(topology: Topology, tensors: Tensors, numbers: Numbers, context: Run
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
-def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext) -> bool:
-    """Restore what ranks on other nodes have in common; return whether outer iterations are lost.
+def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext) -> None:
+    """Restore what ranks on other nodes have in common.
 
-    Those of nodes that were apart since z was agreed on. There were as many `ranks` before, of
-    which `parts` are there. Collective on `world` and `node`.
+    There were as many `ranks` before, of which `parts` are there. Collective on `world` and `node`.
     """
     world, settings, problem = topology.world, context.settings, context.problem
     position = context.state.position
@@ -149,4 +148,3 @@ def put_common(topology: Topology, parts: Parts, ranks: int, context: RunContext
     position.steps_done = round(done / steps_with(settings, samples))
     problem.train.reshuffle([settings.seed, world.rank, position.iteration])
     seed_all((settings.seed + position.iteration) * world.size + world.rank)
-    return numbers["position"]["apart"]

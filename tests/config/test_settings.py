@@ -474,21 +474,6 @@ BAD_FLAGS = [
     ("--method spardl --spardl-teams 2 --on-node-loss continue", "spardl.teams 2: once a node is"),
     ("--no-prunex-duals", "residuals every needs duals"),
     ("--no-prunex-duals --residuals off --penalty balance", "penalty balance needs duals"),
-    ("--prunex-t-sync 3", "t-sync 3: what is evaluated is z"),
-    ("--prunex-t-sync 99 --evaluate-every 99", "is more than the 64 outer-iterations"),
-    ("--prunex-t-sync 2 --evaluate-every 4", "t-sync 2: residuals are measured on z"),
-    (
-        "--prunex-t-sync 2 --evaluate-every 4 --residuals off --freeze-drift 0",
-        "t-sync 2: masks change with exchanges alone",
-    ),
-    (
-        "--prunex-t-sync 2 --evaluate-every 4 --residuals off --overlap-steps 1",
-        "t-sync 2: overlap-steps is for exchanges in each",
-    ),
-    (
-        "--prunex-t-sync 2 --evaluate-every 4 --residuals off --local-steps auto",
-        "t-sync 2: local-steps auto sets the interval",
-    ),
     ("--method gossip --aggregation flat", "aggregation flat: with gossip one leader speaks"),
     ("--method parallax --payload int8", "payload means nothing to method parallax"),
     ("--method prunetrain --compile", "prunetrain changes the model too often"),

@@ -77,7 +77,6 @@ CASES = {
     "prunex-balance": f"{PRUNE} --penalty balance --after-freeze admm",
     "prunex-ramp": f"{PRUNE} --penalty ramp",
     "prunex-converges": f"{PRUNE} --after-freeze admm --eps-abs 0.05 --eps-rel 0.5",
-    "prunex-t-sync": f"{PRUNE} --prunex-t-sync 3 --evaluate-every 3 --residuals evaluate",
     "prunex-adamw": f"{PRUNE} --optimizer adamw --weight-decay-on weights",
     "prunex-no-batchnorm": f"{PRUNE} --model odd_models:small --groups filter",
     "prunex-transformer": f"{COUPLED} --model coupled_nets:encoder",

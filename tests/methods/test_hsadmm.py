@@ -94,12 +94,6 @@ SCENARIOS |= {
 }
 SCENARIOS["recipe-int8sum-behind"] = {**COUPLED, **BEHIND, "payload": "int8sum"}
 SCENARIOS["gates-outer"] = {**COUPLED, "score": "gates", "node_sync": "outer"}
-# Exchanges in iterations 2, 4, 5, which freezes, and 6; 3 and 6, of which 4 freezes.
-APART = {"evaluate_every": 6, "residuals": "off", "freeze_iteration": 5, "prunex_t_sync": 2}
-SCENARIOS |= {
-    "apart-int4": {**COUPLED, **APART, "payload": "int4"},
-    "apart-admm-outer": {**UNION, **APART, "node_sync": "outer", "penalty": "ramp"},
-}
 # Of 4 nodes in racks: 2 + 2, 3 + 1.
 SCENARIOS |= {
     "racks-of-2": {**RECIPE, "rack_of": "2"},
@@ -119,8 +113,7 @@ RARELY = (
 # What asks nothing of an MPI that others do not.
 ARITHMETIC = (
     *("composed", "gates-outer", "admm-int4-behind", "int8sum-behind", "filter-channel"),
-    *("shape-outer", "adamw", "gates", "apart-admm-outer"),
-    *("apart-int4", "pattern"),
+    *("shape-outer", "adamw", "gates", "pattern"),
 )
 
 
@@ -271,29 +264,6 @@ def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
         # Zero-fill is exact (the oracle checks that the mean it replaces vanishes).
         for name, mask in element_masks(state).items():
             assert torch.all(by_name(state.z, state)[name][~mask] == 0)
-
-
-@pytest.mark.mpi
-@pytest.mark.any_mpi
-@pytest.mark.parametrize("node_sync", ["step", "outer"])
-def test_between_exchanges_nothing_leaves_a_node(node_sync):
-    """Exchanges in iterations 2, 4, 5, which freezes, and 6."""
-    settings = make(**{**RECIPE, **APART, "node_sync": node_sync})
-    stream = RandomStream(WORLD.rank, torch.float64)
-    runs = run_driver(1, Net().double(), stream, settings)
-    before = None
-    for (record, state, _), exchanges in zip(runs, (0, 1, 0, 1, 1, 1), strict=True):
-        counted = record["bytes"]
-        assert (counted["payload"] > 0) == bool(exchanges)
-        assert (counted["sent"] > 0) == (bool(exchanges) and WORLD.size > 1)
-        assert counted["mask"] == 0 or exchanges
-        if not exchanges and before is not None:
-            z, v, u, mask = before
-            assert torch.equal(state.z, z) and torch.equal(state.v, v)
-            assert np.array_equal(state.mask.bits, mask)
-            assert not torch.equal(state.u, u)
-            assert not torch.equal(state.z_node, state.z)
-        before = state.z.clone(), state.v.clone(), state.u.clone(), state.mask.bits.copy()
 
 
 CODES = [payload for payload in PAYLOADS if payload != "fp32"]

@@ -286,7 +286,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         if len(racks) == 1:
             racks = [[node] for node in range(nodes)]
         coded = CodedMeans(start, node_sizes, s.payload, s.bucket_bytes, racks)
-    pending, apart = None, False
+    pending = None
 
     def arrive():
         """Take over what was exchanged while the nodes went on from their own z_i."""
@@ -339,7 +339,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         # Phase 1
         for r in ranks:
             if s.theta_start == "z" or sgd_only:
-                source = z_node[node_of[ranks.index(r)]] if pending or apart else z
+                source = z_node[node_of[ranks.index(r)]] if pending else z
                 for n, p in parameters(r.model).items():
                     p.data.copy_(source[n])
         losses = [0.0] * total_ranks
@@ -407,11 +407,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             mine = [some[:1] if s.node_sync == "step" else some for some in mine]
             sets = range(len(s.sets))
             weighed = [[sum(f[g] for f in some) / len(some) for g in sets] for some in mine]
-        # Without an exchange nodes can agree on nothing: masks, z and v stay what they are.
-        apart = (
-            k % getattr(s.options, "t_sync", 1) > 0 and not freeze_now and k < s.outer_iterations
-        )
-        if not frozen and not apart:
+        if not frozen:
             if vote:
                 mask = support(weighed, ratio, node_sizes)
                 node_masks = [mask] * nodes
@@ -459,9 +455,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 [torch.stack((m.running_mean, m.running_var)) for m in batchnorms(r.model).values()]
                 for r in ranks
             )
-        if apart:
-            outside = 0.0
-        elif coded:
+        if coded:
             values = [{n: z_node[i][n] + v[i][n] for n in names} for i in range(nodes)]
             new_z = coded.mean_(values, z, mask)
             statistics = coded.statistics_(node_statistics, gone(mask))
@@ -474,13 +468,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 # Those of a channel removed as a whole do not travel.
                 mean[:, g] = torch.tensor([[0.0], [1.0]], dtype=mean.dtype)
                 statistics.append(mean)
-        if apart:
-            for j, r in enumerate(ranks):
-                for m, pair in zip(
-                    batchnorms(r.model).values(), node_statistics[node_of[j]], strict=True
-                ):
-                    set_moments_(m, pair)
-        elif asynchronous:
+        if asynchronous:
             pending = new_z, statistics, node_statistics
         else:
             z = new_z
@@ -512,7 +500,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         if not sgd_only:
             for j, r in enumerate(ranks):
                 r.u = {n: r.u[n] + theta[j][n] - z_node[node_of[j]][n] for n in names}
-            if not asynchronous and not apart:
+            if not asynchronous:
                 v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
         if not sgd_only and s.penalty == "ramp":
             ramp_(rho1, [r.u for r in ranks])

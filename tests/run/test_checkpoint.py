@@ -83,15 +83,8 @@ SCENARIOS = {
     "flat": dict(
         RAMP, method="prunex-flat", freeze_iteration=4, after_freeze="admm", payload="int4"
     ),
-    # Exchanges in iterations 3, 5, which freezes, and 6.
-    "apart": dict(
-        RAMP,
-        freeze_iteration=5,
-        prunex_t_sync=3,
-        evaluate_every=6,
-        residuals="off",
-        node_sync="outer",
-        model_ema_decay=0.75,
+    "outer": dict(
+        RAMP, freeze_iteration=5, residuals="off", node_sync="outer", model_ema_decay=0.75
     ),
     "dense": {"method": "dense"},
     "dense adamw": {"method": "dense", "optimizer": "adamw", "lr": 0.002},
@@ -378,7 +371,7 @@ RESTORED = [
     ("paper", 3),
     ("fp16", 2),
     ("one-shot", 3),
-    ("apart", 1),
+    ("outer", 2),
     ("gossip", 1),
     ("parallax", 2),
     ("prunetrain", 3),
@@ -389,7 +382,7 @@ RESTORED = [
 ]
 # Nodes of two are in what is left between two local steps.
 RESTORED_OFTEN = (
-    *(("recipe", 3), ("recipe", 4), ("paper", 3), ("apart", 1), ("prunetrain", 3), ("int4", 3)),
+    *(("recipe", 3), ("recipe", 4), ("paper", 3), ("outer", 2), ("prunetrain", 3), ("int4", 3)),
     *(("int4 behind", 1), ("removed", 1)),
 )
 
@@ -521,24 +514,7 @@ def test_weights_that_are_not_trained_come_back(after):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_what_nodes_did_apart_is_said_to_be_lost_on_others():
-    with run_directory() as files:
-        with nodes_of(1) as topology:
-            first = new_run(topology, "apart")
-            # In the fifth iteration, which is the first to exchange after the third.
-            list(first.iterate(StopsAt(13)))
-            first.save(files)
-        with nodes_of(WORLD.size) as topology:
-            restored = new_run(topology, "apart").restore(files)
-            assert restored.lost and "since nodes last exchanged are lost" in restored.describe()[0]
-        with nodes_of(1) as topology:
-            assert not new_run(topology, "apart").restore(files).lost
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("scenario", "before", "after"), [("recipe", 1, 4), ("paper", 3, 2), ("apart", 1, 4)]
-)
+@pytest.mark.parametrize(("scenario", "before", "after"), [("recipe", 1, 4), ("paper", 3, 2)])
 def test_other_nodes_take_over_what_is_common(scenario, before, after):
     # In float64: sums over ranks in another order.
     with run_directory() as files:
@@ -555,7 +531,7 @@ def test_other_nodes_take_over_what_is_common(scenario, before, after):
                 return
             second = new_run(topology, scenario, torch.float64)
             restored = second.restore(files)
-            assert restored.other_nodes and not restored.lost
+            assert restored.other_nodes
             assert "duals start at" in restored.describe()[0]
             new = vectors(second)
             for name in ("z", "mask", "rho1", "rho2"):
@@ -567,7 +543,6 @@ def test_other_nodes_take_over_what_is_common(scenario, before, after):
             mean = torch.from_numpy(momentum / WORLD.size)
             torch.testing.assert_close(new["momentum_buffer"], mean, rtol=1e-12, atol=1e-12)
             assert (second.state.position.iteration, second.state.position.step) == (4, 0)
-            assert not second.state.position.apart
             records = list(second.iterate())
             assert [record["iteration"] for record in records] == [4, 5, 6]
             assert records[-1]["density"] < 0.7

@@ -73,12 +73,6 @@ SPARSE = 8 * -(-(23 * 16 + 480 * 2 + 23 * 64 * 12 // 8 + (23 * 64 + 490 + 3) // 
         # 23 chunks send 64 values each, 490 others travel without.
         ({"method": "sparseloco"}, [DENSE, SPARSE, 64 * SPARSE, 64 * DENSE]),
         ({"method": "prunex-flat"}, [DENSE, 64 * DENSE]),
-        # 16 exchanges: that of iteration 40 freezes.
-        (
-            {"method": "prunex", "prunex_t_sync": 4, "evaluate_every": 8, "residuals": "off"}
-            | {"keep_ratio": (1.0,)},
-            [DENSE, DENSE, 16 * DENSE],
-        ),
         # Pruned in iteration 16 of 64, whose payload is the first to be smaller.
         (
             {"method": "one-shot", "one_shot_prune_iteration": 16},
