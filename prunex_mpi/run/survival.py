@@ -22,10 +22,10 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.signals import ReceivedSignal
-from prunex_mpi.base.single_process import say_error
 from prunex_mpi.comm.agreement import gather_counts, run_collectively
 from prunex_mpi.run import job
 from prunex_mpi.run.kept import InMemoryCheckpoint, LostNodes, born
+from prunex_mpi.run.program import tell_together
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
@@ -47,12 +47,14 @@ def run(
     kept, here, told = InMemoryCheckpoint(settings), world, 0
     while True:
         try:
+            # The others may be in any collective on `here` where one rank ends.
+            ending = here.Dup()
             kept.code = job.run(here, kept.settings, watchdog, received, kept)
             leave(here, watchdog, kept.code)
         except UserError as error:
             if here is world:
                 raise
-            end_together(here, watchdog, error)
+            end_together(ending, watchdog, error)
         except MPI.Exception as error:
             at = time.time()
             if kept.code is not None:
@@ -114,8 +116,9 @@ def end_together(world: MPI.Comm, watchdog: Watchdog, error: UserError) -> NoRet
 
     Rank 0 of the whole job, which does it otherwise, may be gone.
     """
-    if world.rank == 0:
-        say_error(NAME, error)
+    # Another loss meanwhile is no matter any more.
+    with suppress(MPI.Exception):
+        tell_together(NAME, world, error)
     leave(world, watchdog, error.exit_code)
 
 
