@@ -36,8 +36,8 @@ BASE = (
     "--train-samples 96 --test-samples 32 --batch-size 4 --outer-iterations 6 --local-steps 2 "
     "--device cpu --progress off --timeout 60"
 )
-# Files are appended to two or three times in each of the six outer iterations.
-HALF_WAY = 7
+# Files are appended to two or three times in each of the six outer iterations; qsr has fewer.
+HALF_WAY, HALF_WAY_OF_QSR = 7, 4
 USAGE, PREEMPTED = 2, 75
 
 # Flags with values to draw from.
@@ -114,7 +114,8 @@ def outcome(layout: str, flags: list[str], folder: Path, limit_s: float) -> tupl
     if code:
         return "failed", f"whole: exit code {code}\n{errors}"
     fault = {"rank": 0, "at": "prunex_mpi.run.directory:RunDirectory.append", "side": "after"}
-    fault |= {"call": HALF_WAY, "what": "term", "mark": str(folder / "mark")}
+    half_way = HALF_WAY_OF_QSR if "qsr" in flags else HALF_WAY
+    fault |= {"call": half_way, "what": "term", "mark": str(folder / "mark")}
     stopped = [str(HARNESS / "faulty.py"), json.dumps(fault), *flags, "--run-dir", str(parts)]
     code, errors = start(layout, stopped, folder, limit_s)
     status = json.loads((parts / "summary.json").read_text())["status"] if parts.exists() else ""
