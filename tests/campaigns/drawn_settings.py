@@ -58,7 +58,7 @@ METHODS = {
     "one-shot": ("--one-shot-prune-iteration 3", [PRUNES, ROUNDS], 2),
     "local-sgd": ("", [ROUNDS], 2),
     "diloco": ("", [ROUNDS], 2),
-    "qsr": ("--qsr-alpha 0.08", [ROUNDS], 1),
+    "qsr": ("--qsr-alpha 0.002", [ROUNDS], 1),
     "sparseloco": ("--sparseloco-ratio 0.05", [], 1),
     "dgc": ("--dgc-ratio 0.05 --dgc-warmup-epochs 1 --optimizer sgd --momentum 0.9", [], 1),
     "prunetrain": ("--prunetrain-reconfigure-every 2 --prunetrain-threshold 0.45", [], 1),
