@@ -4,6 +4,7 @@ import copy
 import json
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -255,8 +256,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 BASES = {"union": "recipe", "one-shot": "local sgd", "diloco": "local sgd"}
 BASES["local sgd behind"] = "local sgd"
-# Of kinds that others have too.
-RARELY = ("union", "local sgd behind", "topk", "sparseloco")
+# The others are of kinds that these have too.
+OFTEN = [(n, 1) for n in ("recipe", FLAT, "behind", "local sgd", "one-shot", "prunetrain")]
+OFTEN += [("recipe", 2), ("dense", 2)]
 # Those without a mask that changes after the first outer iteration.
 CONSTANT = ("local sgd", "local sgd behind", "diloco", "sparseloco", "dense", "topk")
 
@@ -331,13 +333,10 @@ def oracle(seen: list[Seen], decay: float) -> tuple[Tensor, Tensor, int]:
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node"),
     [
-        *(pytest.param(n, 1, marks=pytest.mark.long if n in RARELY else ()) for n in CHANGES),
+        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
+        for case in product(CHANGES, (1, 2))
         # Of flat consensus every rank is a node.
-        *(
-            pytest.param(n, 2, marks=() if n in ("recipe", "dense") else pytest.mark.long)
-            for n in CHANGES
-            if n != FLAT
-        ),
+        if case != (FLAT, 2)
     ],
 )
 def test_the_average_is_that_of_every_z_since_the_mask_changed(scenario, ranks_per_node):
@@ -373,7 +372,7 @@ def test_the_average_is_that_of_every_z_since_the_mask_changed(scenario, ranks_p
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("scenario", ["recipe", "behind", "dense", "diloco", "pactrain"])
+@pytest.mark.parametrize("scenario", ["recipe", pytest.param("dense", marks=pytest.mark.long)])
 def test_training_does_not_notice(scenario):
     found = []
     for decay in (0.0, DECAY):
@@ -395,14 +394,14 @@ def test_training_does_not_notice(scenario):
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("scenario", ["recipe", "dense", "diloco", "sparseloco", "local sgd"])
+@pytest.mark.parametrize("scenario", ["recipe", "dense", "diloco"])
 def test_what_is_judged_and_delivered_is_the_average(scenario):
     base, changes = BASES.get(scenario, scenario), settings_of(scenario)
     with nodes_of(1) as topology, small_run(topology, base, **changes) as context:
         state, test = context.state, context.problem.test
         # Before the first outer iteration there is nothing but the weights that it begins with.
         assert evaluate(topology, context) == evaluate_on(topology, context, test)
-        recalibrates = scenario in ("recipe", "diloco", "sparseloco")
+        recalibrates = scenario != "dense"
         for record in outer_iterations(topology, context):
             average, statistics = state.memory[EMA].clone(), state.memory[EMA_STATS].clone()
             last = [t.clone() for t in (state.z, *context.problem.model.buffers())]
@@ -443,6 +442,7 @@ def test_statistics_of_a_support_that_stays_are_estimated_on_the_average():
         assert {key: records[-1][f"test_{key}"] for key in ("loss", "accuracy")} == found
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("scenario", ["dense", "recipe"])
 def test_the_best_is_the_best_average(scenario):
     changes = settings_of(scenario, val_split=0.25, train_samples=80)

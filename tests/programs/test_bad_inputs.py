@@ -173,6 +173,7 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "--dataset digits --download": (USAGE, ("download", "cifar10 and cifar100", "digits")),
     "--ranks-per-node 2": (USAGE, ("--ranks-per-node 2", "1 ranks")),
     "--mpi-buffers device --device cpu": (USAGE, ("--mpi-buffers device", "--device cuda")),
+    "--on-node-loss continue": (USAGE, ("start it with Open MPI's mpirun --with-ft ulfm",)),
     "--model resnet21": (USAGE, ("'resnet21'", "did you mean 'resnet")),
     "--model nowhere:f": (USAGE, ("cannot import 'nowhere'",)),
     "--model odd_models:absent": (USAGE, ("odd_models has no function 'absent'",)),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import readme_tables
 import settings_table
-from launch import environment, run_job, train
+from launch import run_job, train
 
 from prunex_mpi import doctor, export, report
 from prunex_mpi.__main__ import PROGRAMS
@@ -25,6 +25,7 @@ from prunex_mpi.research import plan as compare
 from prunex_mpi.run import relaunch as elastic
 from prunex_mpi.tools import evaluate_options as evaluate
 from prunex_mpi.tools.report.comparison import read_comparison
+from prunex_mpi.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"
@@ -196,10 +197,9 @@ def test_all_pages_are_short():
     assert len(GENERATED.sub("", text).split()) <= MOST_IN_ALL
 
 
-def test_the_table_of_settings_is_what_the_code_says():
-    words = [sys.executable, settings_table.__file__, "--check"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_table_of_settings_is_what_the_code_says(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["settings_table", "--check"])
+    assert settings_table.main() == 0
 
 
 def test_every_key_of_a_record_has_a_row():
@@ -347,21 +347,15 @@ DRY_RUNS = [words for words in all_commands() if "--dry-run" in words]
 
 
 @pytest.mark.any_mpi
+@pytest.mark.usefixtures("failing_instead_of_aborting")
 @pytest.mark.parametrize("words", DRY_RUNS, ids=" ".join)
-def test_dry_runs_print_what_is_shown(words, tmp_path):
+def test_dry_runs_print_what_is_shown(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     text = "".join(path.read_text() for path in READMES)
     after = text.partition(f"$ {shlex.join(words)}\n")[2].splitlines()
     shown = itertools.takewhile(lambda line: not line or line.startswith("    "), after)
-    done = subprocess.run(
-        [sys.executable, *words[1:]],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.splitlines()
+    assert main(program_of(words)[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
     assert [line.strip() for line in printed if line] == [line.strip() for line in shown if line]
 
 
@@ -411,14 +405,8 @@ TRAININGS = {
 
 @pytest.mark.jobs
 @pytest.mark.any_mpi
-@pytest.mark.parametrize(
-    "arguments",
-    # That flags are known is seen above for all of them: one is enough here, the rest takes long.
-    [
-        pytest.param(words, marks=[pytest.mark.long] if number else [], id=" ".join(words[:-1]))
-        for number, words in enumerate(sorted(TRAININGS))
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", sorted(TRAININGS), ids=" ".join)
 def test_trainings_run_as_shown(arguments, tmp_path):
     result = train(2, list(arguments), tmp_path)
     assert result.returncode == 0, result.stderr
