@@ -172,18 +172,6 @@ def test_what_is_delivered_is_the_smaller_network(model):
     assert logits[1] == pytest.approx(logits[0], rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"groups": ("channel",)}, "coupled groups alone"),
-        ({"after_freeze": "admm"}, "duals are of the whole"),
-    ],
-)
-def test_what_cannot_be_removed_is_refused(changes, said):
-    with pytest.raises(UserError, match=said):
-        make(**{"groups": ("coupled",), "remove_dropped": True, **changes})
-
-
 @pytest.mark.two_ranks
 def test_what_drops_out_goes_on_to_after_the_removal():
     made = []

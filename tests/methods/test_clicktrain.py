@@ -102,23 +102,6 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node):
             assert sent - 4 * STEPS <= counted["sent"] <= sent
 
 
-REFUSED = [
-    ({"keep_ratio": (0.5, 0.5)}, "keep-ratio has 2 values"),
-    ({"clicktrain_choose_iteration": 3}, "choose-iteration 3 must be less than .* 3"),
-    ({"clicktrain_prune_iteration": 6}, "prune-iteration 6, and that at most the 5"),
-    ({"optimizer": "muon"}, "brings back the weights that clicktrain has pruned"),
-    ({"amp": "fp16"}, "amp fp16"),
-    ({"groups": ("pattern",)}, "groups"),
-]
-
-
-@pytest.mark.skipif(WORLD.size > 1, reason="settings are checked on each rank alike")
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_does_not_fit_together_is_refused(changes, message):
-    with pytest.raises(UserError, match=message):
-        make(**{**COMMON, **changes})
-
-
 @pytest.mark.skipif(WORLD.size > 1, reason="groups are found on each rank alike")
 def test_networks_without_convolutions_are_refused_with_what_to_do():
     model = nn.Sequential(nn.Flatten(), nn.Linear(108, 4))

@@ -352,13 +352,6 @@ def test_drawn_values_of_keys(values):
     assert_refused_or_ran(run_with_config(tomli_w.dumps(table).encode()), USAGE)
 
 
-@PROPERTY
-@given(st.sampled_from(KEYS), st.sampled_from([date(2026, 1, 1), {"x": 1}, [[1]]]))
-def test_values_of_no_type_that_a_key_has(name, value):
-    contents = tomli_w.dumps({key_of(name): value}).encode()
-    assert_refused(run_with_config(contents), USAGE, key_of(name))
-
-
 # --------------------------------------------------------------------------------------------------
 # Folders of images
 # --------------------------------------------------------------------------------------------------

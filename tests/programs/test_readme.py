@@ -3,7 +3,6 @@
 import itertools
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -319,28 +318,9 @@ def test_the_check_itself_sees_what_is_wrong(text, word):
     assert all(word in problem for problem in found)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "    $ python -m prunex_mpi.train --dry-run --model resnet20   # tells\n    model   20\n",
-        "    python -m prunex_mpi.export RUN [--onnx]\n    srun python -m prunex_mpi.doctor ...\n",
-        "`python -m prunex_mpi.export`, `P_i/N`, `1/4`, `--keep-ratio`, `core/state.py`, `runs/`",
-        "    sbatch --nodes=4 --ntasks-per-node=4 batch/probe.sbatch --model resnet18\n",
-    ],
-)
-def test_the_check_itself_lets_right_ones_pass(text):
-    assert problems(text) == []
-
-
-def test_the_names_of_the_programs_are_printed():
-    done = subprocess.run(
-        [sys.executable, "-m", "prunex_mpi"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0
+def test_the_first_page_names_the_programs():
     table = READMES[0].read_text()
-    printed = re.findall(r"python -m prunex_mpi\.\w+", done.stdout)
-    assert len(printed) == len(PROGRAMS)
-    assert all(f"| `{name}` |" in table for name in printed)
+    assert all(f"| `python -m prunex_mpi.{name}` |" in table for name in PROGRAMS)
 
 
 DRY_RUNS = [words for words in all_commands() if "--dry-run" in words]
