@@ -1,7 +1,6 @@
 """What is evaluated and delivered, and the average of z."""
 
 import copy
-import json
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -12,18 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from driving import CPU, SMALL_BUCKETS, assert_alike_on_all_ranks
-from jobs import run_folder, run_job_here
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from reference_statistics import of_all_ranks
-from safetensors.torch import load_file
-from small_runs import COMMON, PRUNING, small_run
+from small_runs import small_run
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, Diverged, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import BY_NAME, make
-from prunex_mpi.core import evaluation
 from prunex_mpi.core.evaluation import (
     BEST,
     EMA,
@@ -454,33 +450,6 @@ def test_the_best_is_the_best_average(scenario):
         assert torch.equal(context.state.memory[BEST], averages[best])
         with delivered(context):
             assert torch.equal(context.state.z, averages[best])
-
-
-@pytest.mark.two_ranks
-def test_a_run_writes_the_average(monkeypatch):
-    judged = []
-    real = evaluation.evaluate_on
-
-    def spy(topology: Any, context: RunContext, shard: Any) -> tuple[float, float]:
-        judged.append((context.state.z.clone(), statistics_now(context)))
-        return real(topology, context, shard)
-
-    monkeypatch.setattr(evaluation, "evaluate_on", spy)
-    with run_folder() as folder:
-        run = {"run_dir": str(folder / "whole"), "progress": "off"}
-        changes = {**COMMON, **PRUNING, **settings_of("recipe"), **run}
-        assert run_job_here(make(**changes)) == 0
-        tensors = load_file(folder / "whole/state.safetensors")
-        average, statistics = judged[-1]
-        written = {name: t.flatten() for name, t in tensors.items() if "num_batches" not in name}
-        found = torch.cat([t for name, t in written.items() if "running" not in name]).sort()[0]
-        assert torch.equal(found, average.sort()[0])
-        found = torch.cat([t for name, t in written.items() if "running" in name]).sort()[0]
-        assert torch.equal(found, statistics.sort()[0])
-        summary = json.loads((folder / "whole/summary.json").read_text())
-        records = (folder / "whole/metrics.jsonl").read_text().splitlines()
-        assert summary["test_loss"] == json.loads(records[-1])["test_loss"]
-        WORLD.Barrier()
 
 
 def test_an_average_of_what_is_not_finite_is_forgotten_with_it():
