@@ -19,13 +19,6 @@ from prunex_mpi.comm.agreement import (
 from prunex_mpi.comm.topology import build_topology, describe, library_name, rack_name
 
 
-def gathered(values: list[int]) -> np.ndarray:
-    """Return the numbers of all ranks, one row per rank, by way of MPI alone."""
-    rows = np.empty((WORLD.size, len(values)), dtype=np.int64)
-    WORLD.Allgather(np.array(values, dtype=np.int64), rows)
-    return rows
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
 def test_virtual_nodes_hold_consecutive_ranks_and_the_last_takes_the_rest(ranks_per_node):
