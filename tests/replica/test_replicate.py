@@ -67,7 +67,7 @@ CASES = {
 }
 # Those with nothing of their own between the loop and the exchange; and those of more than two.
 RARELY = ("prunex", "local-sgd", "sparseloco", "topk", "powersgd", "omnireduce", "spardl", "fp16")
-RARELY += ("adacgd", "clicktrain")
+RARELY += ("adacgd", "clicktrain", "terngrad", "gossip")
 ON_FOUR = ("prunex int4", "dense by leaders")
 RATE, DECAY = 0.01, 1e-4
 

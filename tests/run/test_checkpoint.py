@@ -944,9 +944,8 @@ def test_a_slow_disk_of_one_rank_is_no_standstill(monkeypatch):
     """Writing and reading take long on the last rank; all go on meanwhile."""
     slow = PAUSE_S if WORLD.rank == WORLD.size - 1 else 0
     count_closely(monkeypatch)
-    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1024)
-    monkeypatch.setattr(tensor_file, "SYNC_BYTES", 1024)
-    monkeypatch.setattr(base_files, "CHUNK_BYTES", 1024)
+    for module, name in ((tensor_file, "CHUNK"), (tensor_file, "SYNC"), (base_files, "CHUNK")):
+        monkeypatch.setattr(module, f"{name}_BYTES", 2048)
     fsync = os.fsync
 
     def slow_sync(descriptor: int) -> None:
