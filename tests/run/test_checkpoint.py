@@ -32,7 +32,7 @@ from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology, free_topology
-from prunex_mpi.config.resolve import BY_NAME, make
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.mask_choice import SENSITIVITY
@@ -214,12 +214,18 @@ STREAMED = {
 SCENARIOS |= {**FEWER_BITS, **OVERLAPPED, **STREAMED}
 SCENARIOS["qsr int4 behind"] = {**OVERLAPPED["diloco int4 behind"], **SCENARIOS["qsr"]}
 UNDER_WAY_OFTEN = (
-    *(("int4 behind", 3, 1), ("int4 behind", 4, 2), ("int4 behind", 14, 1)),
+    *(("int4 behind", 3, 1), ("int4 behind", 4, 2)),
     *(("paper int8 behind", 3, 2), ("paper int8 behind", 14, 2)),
 )
 # One local step into the fourth outer iteration.
 IN_THE_FOURTH = 10
+# What they keep is of kinds that others have.
 RARELY = ("int8sum", "racks", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
+RARELY += ("dense adamw", "all blocks", "fp16 gradients", "bf16", "spardl", "parallax", "embrace")
+RARELY += ("int4", "shrunk", "local-sgd", "qsr")
+# Followers that hold something of their own, or nothing of what their leaders hold, are in these.
+OF_NODES = ("recipe", "paper", "fp16", "apart", "topk", "dgc", "pactrain", "diloco", "one-shot")
+OF_NODES += ("removed", "int4 behind", "paper int8 behind")
 
 
 def seldom(cases: Iterable[tuple], often: Iterable[tuple]) -> list:
@@ -235,13 +241,10 @@ def left_cases() -> list:
     What does nothing of its own within a node is seen on nodes of one rank, of which two do.
     """
     found = []
-    for name, changes in SCENARIOS.items():
-        method = BY_NAME[changes.get("method", "prunex")]
-        alone = method.per_step and "aggregation" not in changes
-        alone |= name in ("flat", "qsr int4 behind", *STREAMED) or name.startswith("diloco ")
-        marks = [pytest.mark.two_ranks] if alone else []
+    for name in SCENARIOS:
+        marks = [] if name in OF_NODES else [pytest.mark.two_ranks]
         marks += [pytest.mark.long] if name in RARELY else []
-        found.append(pytest.param(name, IN_THE_FOURTH, 1 if alone else 2, marks=marks))
+        found.append(pytest.param(name, IN_THE_FOURTH, 2 if name in OF_NODES else 1, marks=marks))
     # Before the first step, before the step at which z arrives, and after it.
     found += seldom(product(OVERLAPPED, (3, 4, 14), (1, 2)), UNDER_WAY_OFTEN)
     between_parts = product(STREAMED, (2, 14), (1,))
@@ -382,8 +385,8 @@ RESTORED = [
 ]
 # Nodes of two are in what is left between two local steps.
 RESTORED_OFTEN = (
-    *(("recipe", 3), ("recipe", 4), ("paper", 3), ("outer", 2), ("prunetrain", 3), ("int4", 3)),
-    *(("int4 behind", 1), ("removed", 1)),
+    *(("recipe", 3), ("paper", 3), ("outer", 2), ("prunetrain", 3), ("int4 behind", 1)),
+    ("removed", 1),
 )
 
 
@@ -459,7 +462,8 @@ def test_the_average_takes_in_each_z_once_in_parts_too():
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("scenario", ["recipe", "one-shot", "diloco"])
+@pytest.mark.two_ranks
+@pytest.mark.parametrize("scenario", ["recipe", "diloco"])
 def test_evaluation_leaves_training_alone(scenario):
     """What is delivered is the same bits however often it is evaluated on the way."""
     with nodes_of(2) as topology:
@@ -915,9 +919,8 @@ def test_a_slow_disk_of_one_rank_is_no_standstill(monkeypatch):
     """Writing and reading take long on the last rank; all go on meanwhile."""
     slow = PAUSE_S if WORLD.rank == WORLD.size - 1 else 0
     count_closely(monkeypatch)
-    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 1024)
-    monkeypatch.setattr(tensor_file, "SYNC_BYTES", 1024)
-    monkeypatch.setattr(base_files, "CHUNK_BYTES", 1024)
+    for module, name in ((tensor_file, "CHUNK"), (tensor_file, "SYNC"), (base_files, "CHUNK")):
+        monkeypatch.setattr(module, f"{name}_BYTES", 2048)
     fsync = os.fsync
 
     def slow_sync(descriptor: int) -> None:
