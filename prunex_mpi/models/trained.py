@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -252,17 +252,12 @@ def _renamed(theirs: Mapping[str, Tensor], mine: Collection[str]) -> Mapping[str
     """Return tensors with what their names lack before them, or without what they have, if any."""
     if any(key in mine for key in theirs):
         return theirs
-    lacking = {name.removesuffix(key) for key, name in _ends(theirs, mine)}
+    pairs = [(key, name) for key in islice(theirs, TRIED_NAMES) for name in mine]
+    lacking = {name.removesuffix(key) for key, name in pairs if name.endswith(f".{key}")}
+    beyond = {key.removesuffix(name) for key, name in pairs if key.endswith(f".{name}")}
     added = [{f"{prefix}{key}": t for key, t in theirs.items()} for prefix in lacking]
-    beyond = {key.removesuffix(name) for name, key in _ends(mine, theirs)}
     taken = [{key.removeprefix(prefix): t for key, t in theirs.items()} for prefix in beyond]
     return max((theirs, *added, *taken), key=lambda named: sum(key in mine for key in named))
-
-
-def _ends(short: Iterable[str], long: Iterable[str]) -> list[tuple[str, str]]:
-    """Return pairs of names of which the second ends with the first, after a dot."""
-    some = list(islice(short, TRIED_NAMES))
-    return [(end, name) for name in long for end in some if name.endswith(f".{end}")]
 
 
 def _shared(model: nn.Module) -> list[list[str]]:

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import dummy_input, evaluating
 from prunex_mpi.models.inputs import Inputs
-from prunex_mpi.models.slim import (
-    SlimLayerNorm,
-    SlimRMSNorm,
-    as_rms_norm,
-    call_site,
-    flatten,
-    norm_dim,
-)
+from prunex_mpi.models.slim import SlimNorm, as_rms_norm, call_site, flatten, norm_dim
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.elementwise import SIZE, Trial, meet
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
@@ -44,9 +38,6 @@ from prunex_mpi.pruning.labels import (
 # Where a forward pass is
 # --------------------------------------------------------------------------------------------------
 
-# A module's name and the number, from 0, of a torch function that its own code calls.
-Call = tuple[str, int]
-
 
 @dataclass(frozen=True)
 class Rules:
@@ -57,8 +48,8 @@ class Rules:
     """
 
     layers: bool = False
-    arguments: frozenset[Call] = frozenset()
-    all_before: frozenset[Call] = frozenset()
+    arguments: frozenset[Site] = frozenset()
+    all_before: frozenset[Site] = frozenset()
 
     def text(self) -> str:
         """Return the rules as JSON, for `rules_of`."""
@@ -79,23 +70,11 @@ class Places:
 
     def __init__(self) -> None:
         self.inside: list[str] = []
-        self.calls: list[int] = []
         self.lines: list[dict[str, int]] = []
 
-    @property
-    def module(self) -> str:
-        """The innermost module, whose code is running; "" is the whole model."""
-        return self.inside[-1] if self.inside else ""
-
-    def count(self) -> Call:
-        """Count a call of the code that is running and return it."""
-        if not self.inside:
-            return "", -1
-        self.calls[-1] += 1
-        return self.inside[-1], self.calls[-1] - 1
-
-    def site(self, line: str) -> Site:
-        """Count a torch call in `line` of the code that is running and return where it is."""
+    def site(self, frame: FrameType) -> Site:
+        """Count the torch call that `frame` makes and return where it is."""
+        line = call_site(frame)
         if not self.inside:
             return "", "", 0
         number = self.lines[-1][line] = self.lines[-1].get(line, -1) + 1
@@ -104,30 +83,28 @@ class Places:
     def enter(self, name: str) -> None:
         """Push the module `name`."""
         self.inside.append(name)
-        self.calls.append(0)
         self.lines.append({})
 
     def leave(self) -> None:
         """Pop the innermost module."""
         self.inside.pop()
-        self.calls.pop()
         self.lines.pop()
 
 
 class Failing(TorchFunctionMode):
-    """Record in `call` the torch function call that raises."""
+    """Record in `site` the torch function call that raises."""
 
     def __init__(self, places: Places) -> None:
         super().__init__()
         self.places = places
-        self.call: Call | None = None
+        self.site: Site | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        call = self.places.count()
+        site = self.places.site(sys._getframe(1))
         try:
             return func(*args, **(kwargs or {}))
         except Exception:
-            self.call = call
+            self.site = site
             raise
 
 
@@ -174,13 +151,12 @@ BY_NAME = {
     "multi_head_attention_forward": label_attention.attend_module,
     "pad": label_layers.pad,
     "group_norm": label_layers.normalise_groups,
-    "instance_norm": label_layers.normalise_each,
     **dict.fromkeys(("prelu", "_prelu_kernel"), label_layers.bend),
     "scaled_dot_product_attention": label_attention.attend,
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), label_attention.multiply_matrices),
     "addmm": label_layers.add_product,
     "embedding": label_layers.embed,
-    "rms_norm": label_layers.normalise_squares,
+    "rms_norm": label_layers.normalise_layer,
     "softmax": label_attention.soften,
     "normalize": label_layers.normalise_length,
 }
@@ -195,14 +171,13 @@ class Trace(TorchFunctionMode):
         self.trials: dict[Hashable, Trial] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, call = kwargs or {}, self.places.count()
-        labels = self.labels
-        labels.operation = _plain_name(func)
-        labels.site, labels.given = self.places.site(call_site(sys._getframe(1))), (args, kwargs)
-        if call in self.rules.all_before:
+        kwargs, labels = kwargs or {}, self.labels
+        labels.operation, labels.given = _plain_name(func), (args, kwargs)
+        labels.site = self.places.site(sys._getframe(1))
+        if labels.site in self.rules.all_before:
             labels.pin_all(f"{labels.operation} counts them; {NUMBER}")
         result = func(*args, **kwargs)
-        if call in self.rules.arguments:
+        if labels.site in self.rules.arguments:
             labels.pin([args, kwargs], f"{labels.operation} counts its channels; {NUMBER}")
         if result is None and getattr(func, "__name__", "") != "__get__":
             # For example an assignment to a part of a tensor.
@@ -296,7 +271,7 @@ def follow_input(model: nn.Module, inputs: Inputs, rules: Rules) -> Labels:
         for name, module in model.named_modules()
         if (isinstance(module, nn.LayerNorm) and norm_dim(module) is not None)
         or (isinstance(module, nn.GroupNorm) and module.num_groups == 1 and module.affine)
-        or isinstance(module, SlimLayerNorm)
+        or isinstance(module, SlimNorm)
     }
     labels.norms |= {f"{name}.weight" for name in find_rms_norms(model)}
     given = dummy_input(model, inputs)
@@ -318,32 +293,29 @@ def find_rms_norms(model: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def plain_norms(model: nn.Module) -> Iterator[None]:
     """Make norms written by hand, and those that became smaller, call torch's own for a while."""
-    changed = [m for m in find_rms_norms(model).values() if not isinstance(m, nn.RMSNorm)]
-    slim = [m for m in model.modules() if isinstance(m, SlimLayerNorm)]
+    norms = [(m, as_rms_norm(m)) for m in find_rms_norms(model).values()]
+    norms += [(m, m) for m in model.modules() if isinstance(m, SlimNorm) and m.centred]
+    changed = [(m, norm) for m, norm in norms if not isinstance(m, nn.RMSNorm)]
     try:
-        for module in changed:
-            module.forward = partial(_normalise, as_rms_norm(module))
-        for module in slim:
-            module.forward = partial(_normalise_layer, module)
-        changed += slim
+        for module, norm in changed:
+            module.forward = partial(_normalise, norm)
         yield
     finally:
-        for module in changed:
+        for module, _ in changed:
             module.__dict__.pop("forward", None)
 
 
-def _normalise(norm: SlimRMSNorm, x: Tensor) -> Tensor:
+def _normalise(norm: SlimNorm, x: Tensor) -> Tensor:
+    if norm.dim is None:
+        return F.group_norm(x, 1, norm.weight, norm.bias, norm.eps)
+    if norm.centred:
+        x = x.movedim(norm.dim, -1)
+        x = F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+        return x.movedim(-1, norm.dim)
     # As large as where channels are missing.
     share = norm.weight.numel() / norm.width
     eps = None if norm.eps is None else norm.eps / share
     return F.rms_norm(x, norm.weight.shape, norm.weight, eps) * share**-0.5
-
-
-def _normalise_layer(norm: SlimLayerNorm, x: Tensor) -> Tensor:
-    if norm.dim is None:
-        return F.group_norm(x, 1, norm.weight, norm.bias, norm.eps)
-    x = F.layer_norm(x.movedim(norm.dim, -1), norm.weight.shape, norm.weight, norm.bias, norm.eps)
-    return x.movedim(-1, norm.dim)
 
 
 def _plain_name(func) -> str:

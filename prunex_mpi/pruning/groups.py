@@ -19,7 +19,7 @@ and, beyond the paper,
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import Ends
-from prunex_mpi.models.layout import Layout, tile_length
+from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import CONVOLUTIONS
 from prunex_mpi.pruning.coupling import Coupling
 
@@ -106,24 +106,6 @@ class CoupledLayer:
 
 
 @dataclass(frozen=True)
-class ScoredSlices:
-    """The slices whose squares make the scores of coupled groups, in the order of `tensors`.
-
-    `tensors` are (layer, rows count, columns count); rows come before columns. `inside` [slices] is
-    true for slices of a group; of those, `group` is the group and `side` the dimension of a tensor.
-    `slices` [sides] are the numbers of groups in a side, `members` [groups] those of a group's
-    sides.
-    """
-
-    tensors: tuple[tuple[int, bool, bool], ...]
-    inside: np.ndarray
-    group: np.ndarray
-    side: np.ndarray
-    slices: np.ndarray
-    members: np.ndarray
-
-
-@dataclass(frozen=True)
 class Budget:
     """A limit on `price[layer]` per kept weight, summed over all layers, plus `fixed`.
 
@@ -160,34 +142,18 @@ class Groups:
         return sum(layer.numel for layer in self.layers)
 
     @cached_property
-    def scored(self) -> ScoredSlices:
-        """The slices that count in the scores of the coupled groups."""
-        tensors, places, slices = [], [np.empty(0, dtype=np.int64)], []
-        members = np.zeros(self.total)
+    def scored(self) -> dict[int, list[tuple[int, np.ndarray]]]:
+        """By layer the (dimension, groups) of the slices that count in the scores, -1 for none.
+
+        The columns of a grouped convolution are those of all its blocks.
+        """
+        found = {}
         for entry in self.coupled:
-            scores = [
-                entry.scored and bool((ids >= 0).any()) for ids in (entry.rows, entry.columns)
-            ]
-            tensors.append((entry.layer, *scores))
-            # In all blocks of a grouped convolution.
             columns = np.tile(entry.columns, self.layers[entry.layer].blocks)
-            for ids, wanted in zip((entry.rows, columns), scores, strict=True):
-                if wanted:
-                    found = np.unique(ids[ids >= 0])
-                    members[found] += 1
-                    places.append(ids)
-                    slices.append(found.size)
-        side = np.repeat(np.arange(len(slices)), [ids.size for ids in places[1:]])
-        group = np.concatenate(places)
-        inside = group >= 0
-        return ScoredSlices(
-            tuple(t for t in tensors if any(t[1:])),
-            inside,
-            group[inside],
-            side[inside],
-            np.array(slices),
-            members,
-        )
+            sides = [s for s in ((0, entry.rows), (1, columns)) if (s[1] >= 0).any()]
+            if entry.scored and sides:
+                found[entry.layer] = sides
+        return found
 
     @cached_property
     def gates(self) -> tuple[tuple[int, bool, np.ndarray], ...]:
@@ -219,20 +185,6 @@ def gemm_view(flat: Tensor, layout: Layout, layer: PrunableLayer) -> Tensor:
     """Return one prunable layer of `flat` as a view [blocks, rows, columns]."""
     piece = flat[layout.segments[layer.segment].place]
     return piece.view(layer.blocks, layer.rows, layer.columns)
-
-
-def cut_view(view: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the (blocks, rows) slices of the tiles of a view of `gemm_views`."""
-    blocks, rows, columns = view.shape
-    whole, length = slice(None), tile_length(view.device)
-    if view.numel() <= length:
-        yield whole, whole
-    elif blocks == 1:
-        step = max(1, length // columns)
-        yield from ((whole, slice(start, start + step)) for start in range(0, rows, step))
-    else:
-        step = max(1, length // (rows * columns))
-        yield from ((slice(start, start + step), whole) for start in range(0, blocks, step))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 
 import numpy as np
 import torch
@@ -33,10 +32,9 @@ from prunex_mpi.pruning.groups import (
     Budget,
     Groups,
     Selection,
-    cut_view,
     gemm_views,
 )
-from prunex_mpi.pruning.masks import Factors, LayerFactors, kept_numel
+from prunex_mpi.pruning.masks import kept_numel
 
 
 def kept_count(count: int, ratio: float) -> int:
@@ -50,88 +48,70 @@ def group_squared_norms(
     layout: Layout,
     groups: Groups,
     selections: tuple[Selection, ...],
-    factors: Factors = (),
+    pruned: Tensor | None = None,
 ) -> Tensor:
     """Return the sum of squares of every group of one kind, or the score of coupled groups.
 
-    Of `flat`, masked by `factors`. 1-D of its dtype, on the host, in the order of the mask.
+    Of `flat` without what is `pruned`. 1-D of its dtype, on the host, in the order of the mask.
     """
     views = gemm_views(flat, layout, groups)
-    masks = {entry.layer: entry for entry in factors}
+    gone = [None] * len(views) if pruned is None else gemm_views(pruned, layout, groups)
     if selections[0].kind == "coupled":
-        return _coupled_scores(views, masks, groups, selections)
+        return _coupled_scores(views, gone, groups, selections)
     squared_norms = []
     for selection in selections:
         layer, number = groups.layers[selection.layer], selection.layer
         if selection.kind in INSIDE:
-            squares = _masked_(views[number].square(), masks.get(number)).view(-1, layer.kernel)
+            squares = _squares(views[number], gone[number]).view(-1, layer.kernel)
             patterns = torch.from_numpy(PATTERNS.T).to(squares)
             sums = squares.sum(dim=1) if selection.kind == "kernel" else squares @ patterns
             squared_norms.append(sums.view(-1))
             continue
         by_row = selection.kind == "filter"
-        sums = torch.cat(_slice_squares(views[number], (by_row, not by_row), masks.get(number)))
+        (sums,) = _slice_squares(views[number], (by_row, not by_row), gone[number])
         if selection.kind == "channel":
             sums = sums.view(layer.blocks * layer.channels, layer.kernel).sum(dim=1)
         squared_norms.append(sums)
     return torch.cat(squared_norms).cpu()
 
 
-def _slice_squares(
-    view: Tensor, dims: Sequence[bool], factors: LayerFactors | None
-) -> list[Tensor]:
-    """Return the masked squares of `view` summed by row [blocks * rows], column or both, in parts.
-
-    Works tile by tile, so that squares stay in the cache.
-    """
-    by_row, by_column = [], []
-    for at in cut_view(view):
-        squares = _masked_(view[at].square(), factors, at)
-        if dims[0]:
-            by_row.append(squares.sum(dim=2).view(-1))
-        if dims[1]:
-            by_column.append(squares.sum(dim=1).view(-1))
-    # Tiles are blocks or, of a single block, rows.
-    if len(view) == 1 and by_column:
-        by_column = [reduce(Tensor.add_, by_column)]
-    return by_row + by_column
+def _slice_squares(view: Tensor, dims: Sequence[bool], pruned: Tensor | None) -> list[Tensor]:
+    """Return the squares of `view` summed by row [blocks * rows], by column or both."""
+    squares = _squares(view, pruned)
+    return [squares.sum(dim).view(-1) for dim, wanted in zip((2, 1), dims, strict=True) if wanted]
 
 
-def _masked_(
-    squares: Tensor, factors: LayerFactors | None, at: tuple[slice, slice] = (slice(None),) * 2
-) -> Tensor:
-    """Multiply the `squares` of a tile of a view by its factors in place; return them."""
-    if factors is not None:
-        if factors.weights is not None:
-            squares.mul_(factors.weights[at])
-        if factors.columns is not None:
-            squares.mul_(factors.columns[at[0]])
-        if factors.rows is not None:
-            squares.mul_(factors.rows[at])
-    return squares
+def _squares(view: Tensor, pruned: Tensor | None) -> Tensor:
+    """Return the squares of a view, zero for what is pruned."""
+    return view.square() if pruned is None else view.square().masked_fill_(pruned, 0.0)
 
 
 def _coupled_scores(
     views: list[Tensor],
-    masks: dict[int, LayerFactors],
+    gone: list[Tensor | None],
     groups: Groups,
     selections: tuple[Selection, ...],
 ) -> Tensor:
     """Return s_g of every coupled group, 1-D on the host."""
     start, stop = selections[0].start, selections[-1].stop
-    scored = groups.scored
-    sums = [
-        part
-        for number, *dims in scored.tensors
-        for part in _slice_squares(views[number], dims, masks.get(number))
-    ]
+    parts, sides = [], []
+    for number, found in groups.scored.items():
+        dims = [dim for dim, _ in found]
+        parts += _slice_squares(views[number], (0 in dims, 1 in dims), gone[number])
+        sides += [ids for _, ids in found]
     # One transfer; sums on the host are float64.
-    squared_norms = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]
-    totals = np.bincount(scored.side, squared_norms, len(scored.slices))
-    # A tensor of zeros says nothing about its groups.
-    scale = np.divide(scored.slices, totals, out=np.zeros_like(totals), where=totals > 1e-300)
-    scores = np.bincount(scored.group, squared_norms * scale[scored.side], groups.total)
-    scores /= np.maximum(scored.members, 1)
+    together = torch.cat(parts).cpu().numpy().astype(np.float64)
+    scores, members = np.zeros(groups.total), np.zeros(groups.total)
+    ends = np.cumsum([ids.size for ids in sides])[:-1]
+    for ids, squares in zip(sides, np.split(together, ends), strict=True):
+        inside = ids >= 0
+        mine = np.unique(ids[inside])
+        members[mine] += 1
+        total = np.cumsum(squares[inside])[-1]
+        # A tensor of zeros says nothing about its groups.
+        if total > 1e-300:
+            np.add.at(scores, ids[inside], squares[inside] * (mine.size / total))
+    scores /= np.maximum(members, 1)
     return torch.from_numpy(scores[start:stop]).to(views[0].dtype)
 
 
@@ -147,22 +127,13 @@ def gate_gradients(grad: Tensor, weights: Tensor, layout: Layout, groups: Groups
     no weight does. `grad` and `weights` are flat.
     """
     mine, theirs = gemm_views(grad, layout, groups), gemm_views(weights, layout, groups)
-    sums = [_sum_products(mine[at], theirs[at], by_row) for at, by_row, _ in groups.gates]
+    sums = [
+        (mine[at] * theirs[at]).sum(2 if by_row else (0, 1)).view(-1)
+        for at, by_row, _ in groups.gates
+    ]
     places = torch.from_numpy(np.concatenate([ids for _, _, ids in groups.gates]))
     found = grad.new_zeros(groups.total + 1)
     return found.index_add_(0, places.to(grad.device, non_blocking=True), torch.cat(sums))[:-1]
-
-
-def _sum_products(first: Tensor, second: Tensor, by_row: bool) -> Tensor:
-    """Return the products summed by row [blocks * rows], or by column over blocks [columns]."""
-    rows, columns = first.new_empty(first.shape[:2]), first.new_zeros(first.shape[2])
-    for at in cut_view(first):
-        products = first[at] * second[at]
-        if by_row:
-            torch.sum(products, dim=2, out=rows[at])
-        else:
-            columns += products.sum(dim=(0, 1))
-    return rows.view(-1) if by_row else columns
 
 
 # --------------------------------------------------------------------------------------------------
