@@ -28,20 +28,25 @@ class LayerMask(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which groups of flat vectors are kept: bool [groups] `bits`, and what of them is `pruned`."""
+    """Which groups of flat vectors are kept: bool [groups] `bits`, and factors 0 and 1, or None."""
 
     bits: np.ndarray
-    pruned: Tensor | None
+    factors: Tensor | None
 
     def apply_(self, flat: Tensor) -> None:
         """Set what is pruned to zero in place; parameters without groups are untouched."""
-        if self.pruned is not None:
-            flat.masked_fill_(self.pruned, 0.0)
+        if self.factors is not None:
+            flat.mul_(self.factors)
 
 
 def make_mask(layout: Layout, groups: Groups, bits: np.ndarray, like: Tensor) -> Mask:
-    """Return the mask of `bits` for flat vectors on the device of `like`."""
-    return Mask(bits, find_pruned(bits, layout, groups, like.device))
+    """Return the mask of `bits` for flat vectors like this one."""
+    pruned = find_pruned(bits, layout, groups, like.device)
+    if pruned is None:
+        return Mask(bits, None)
+    # A CPU multiplies by numbers five times as fast as it looks at bits; a GPU reads less.
+    kept = pruned.logical_not_()
+    return Mask(bits, kept if kept.is_cuda else kept.to(like.dtype))
 
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[LayerMask]:
