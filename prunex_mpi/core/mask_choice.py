@@ -24,7 +24,7 @@ from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.core.memory import MEAN, RANK, Declared, Lasting
 from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.pruning.groups import Selection
-from prunex_mpi.pruning.masks import build_factors
+from prunex_mpi.pruning.masks import find_pruned
 from prunex_mpi.pruning.projection import gate_gradients, group_squared_norms, select
 from prunex_mpi.settings.fields import Settings
 
@@ -75,8 +75,8 @@ def _squared_norms_left(
         return flat.to("cpu", copy=True)
     # Groups of a further kind are chosen among what the kinds before it left.
     first = selections is state.groups.kinds[0]
-    factors = () if first else build_factors(mask, state.groups, flat.device, flat.dtype)
-    return group_squared_norms(flat, state.layout, state.groups, selections, factors)
+    pruned = None if first else find_pruned(mask, state.layout, state.groups, flat.device)
+    return group_squared_norms(flat, state.layout, state.groups, selections, pruned)
 
 
 # --------------------------------------------------------------------------------------------------

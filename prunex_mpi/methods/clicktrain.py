@@ -26,8 +26,9 @@ from prunex_mpi.core.state import State, adopt_mask, freeze
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.compaction import pack_, unpack_
+from prunex_mpi.pruning.groups import gemm_views
 from prunex_mpi.pruning.lasso import SMOOTHING
-from prunex_mpi.pruning.masks import Factors, build_factors, factor_views, mask_drift
+from prunex_mpi.pruning.masks import find_pruned, mask_drift
 from prunex_mpi.pruning.projection import group_squared_norms, select
 from prunex_mpi.settings.fields import Settings
 
@@ -58,14 +59,13 @@ class ClickTrain(Exchange):
         if state.frozen:
             return
         with state.position.clock.computing(state.theta.device):
-            for factors in self.penalised:
-                flats = (state.theta, state.grad)
-                views = (factor_views(flat, state.layout, state.groups, factors) for flat in flats)
-                for entry, theta, grad in zip(factors, *views, strict=True):
-                    kernel = state.groups.layers[entry.layer].kernel
-                    outside = (theta * (1 - entry.weights)).view(-1, kernel)
+            for penalised in self.penalised:
+                flats = (state.theta, state.grad, penalised)
+                views = (gemm_views(flat, state.layout, state.groups) for flat in flats)
+                for layer, theta, grad, among in zip(state.groups.layers, *views, strict=True):
+                    outside = (theta * among).view(-1, layer.kernel)
                     norms = (outside.square().sum(dim=1, keepdim=True) + SMOOTHING).sqrt_()
-                    grad.view(-1, kernel).addcdiv_(outside, norms, value=coefficient)
+                    grad.view(-1, layer.kernel).addcdiv_(outside, norms, value=coefficient)
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the sum of all workers', without what is pruned."""
@@ -115,12 +115,12 @@ class ClickTrain(Exchange):
         return layout.numel * size, f"{settings.aggregation}; less once kernels have been pruned"
 
 
-def penalised(state: State) -> tuple[Factors, ...]:
-    """Return of kernels and of patterns the factors of what is to stay, once it is chosen."""
+def penalised(state: State) -> tuple[Tensor, ...]:
+    """Return by kind what of flat vectors is to go, bool [parameters], once it is chosen."""
     chosen = state.memory[CHOSEN][: state.groups.total].numpy()
     found = []
     for selections in state.groups.kinds if chosen.any() else ():
         mask, part = np.ones_like(chosen), slice(selections[0].start, selections[-1].stop)
         mask[part] = chosen[part]
-        found.append(build_factors(mask, state.groups, state.theta.device, state.theta.dtype))
-    return tuple(found)
+        found.append(find_pruned(mask, state.layout, state.groups, state.theta.device))
+    return tuple(pruned for pruned in found if pruned is not None)

@@ -157,12 +157,6 @@ def local_computation(
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     state.optimizer.set_decay_(settings.weight_decay if in_theta else 0.0)
     anchor = None if state.consensus_sgd else admm.find_anchor(state)
-    mask_grad_ = mask_weights_ = None
-    if state.frozen:
-        mask_grad_ = state.mask.applying(state.grad)
-        if settings.optimizer == "muon":
-            # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
-            mask_weights_ = state.mask.applying(state.theta)
     context.problem.model.train()
     count = schedule.local_steps(context)
     while position.step < count:
@@ -177,16 +171,17 @@ def local_computation(
         steps.finish_average_(context, averager)
         state.scaler.unscale_(state.optimizer.optimizer)
         mask_choice.watch_(context)
-        if mask_grad_ and settings.clip_grad:
-            mask_grad_()
+        if state.frozen and settings.clip_grad:
+            state.mask.apply_(state.grad)
         steps.clip_(context)
         if anchor is not None:
             admm.add_pull_(state, anchor)
-        if mask_grad_:
-            mask_grad_()
+        if state.frozen:
+            state.mask.apply_(state.grad)
         steps.step_optimizer_(context)
-        if mask_weights_:
-            mask_weights_()
+        if state.frozen and settings.optimizer == "muon":
+            # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
+            state.mask.apply_(state.theta)
         steps.add_loss_(context, loss)
         position.step += 1
         if comms is not None and (number := exchange.fragment_after_step(context)):

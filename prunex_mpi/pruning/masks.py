@@ -1,12 +1,10 @@
-"""Masks: one bit per group, and how they are applied to flat vectors.
+"""Masks: one bit per group, and the elements of flat vectors that they prune.
 
 Masks are bool arrays on the host, one entry per group: they are small, decisions are taken on them,
-and they are sent as packed bits. Tensors are multiplied by 0/1 factors on their own device.
+and they are sent as packed bits. What they prune is a bool vector on the device of the others.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,53 +26,22 @@ class LayerMask(NamedTuple):
     weights: np.ndarray | None = None
 
 
-class LayerFactors(NamedTuple):
-    """The 0/1 factors of a layer: rows [blocks, rows, 1], columns [blocks, 1, columns], or None.
-
-    `pruned` holds the indices of pruned rows of all blocks. `weights` [blocks, rows, columns] are
-    in place of both where kernels or parts of them are pruned.
-    """
-
-    layer: int
-    rows: Tensor | None = None
-    columns: Tensor | None = None
-    pruned: Tensor | None = None
-    weights: Tensor | None = None
-
-
-# Those of a mask, for the layers that do not keep everything.
-Factors = tuple[LayerFactors, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which groups of a flat vector of `layout` are kept: bool [groups] `bits`, and factors."""
+    """Which groups of flat vectors are kept: bool [groups] `bits`, and what of them is `pruned`."""
 
-    layout: Layout
-    groups: Groups
     bits: np.ndarray
-    factors: Factors
+    pruned: Tensor | None
 
     def apply_(self, flat: Tensor) -> None:
-        """Multiply `flat` by the mask in place; parameters without groups are untouched."""
-        apply_factors_(flat, self.layout, self.groups, self.factors)
-
-    def applying(self, flat: Tensor) -> Callable[[], object]:
-        """Return what does the same again and again.
-
-        On a GPU by one vector, since layers would cost a kernel or more each.
-        """
-        if flat.device.type == "cpu":
-            views = factor_views(flat, self.layout, self.groups, self.factors)
-            return partial(mask_views_, views, self.factors)
-        kept = torch.ones_like(flat)
-        self.apply_(kept)
-        return partial(flat.mul_, kept.bool())
+        """Set what is pruned to zero in place; parameters without groups are untouched."""
+        if self.pruned is not None:
+            flat.masked_fill_(self.pruned, 0.0)
 
 
 def make_mask(layout: Layout, groups: Groups, bits: np.ndarray, like: Tensor) -> Mask:
-    """Return a mask with factors of the dtype and on the device of `like`."""
-    return Mask(layout, groups, bits, build_factors(bits, groups, like.device, like.dtype))
+    """Return the mask of `bits` for flat vectors on the device of `like`."""
+    return Mask(bits, find_pruned(bits, layout, groups, like.device))
 
 
 def layer_masks(mask: np.ndarray, groups: Groups) -> list[LayerMask]:
@@ -122,80 +89,37 @@ def _weights_of(bits: np.ndarray, selection: Selection, groups: Groups) -> np.nd
     return kept.reshape(layer.blocks, layer.rows, layer.columns)
 
 
-def build_factors(
-    mask: np.ndarray, groups: Groups, device: torch.device, dtype: torch.dtype
-) -> Factors:
-    """Turn a mask into 0/1 tensors on `device`; layers that keep everything get none."""
-    entries, layers = [], layer_masks(mask, groups)
-    # Coupled layers share rows and columns.
-    whole = [bits for layer in layers if layer.weights is None for bits in layer[:2]]
-    masked = {bits.tobytes(): bits.reshape(-1) for bits in whole if not bits.all()}
-    factors = put_together(list(masked.values()), device, dtype)
-    pruned = put_together([np.flatnonzero(~bits) for bits in masked.values()], device)
-    known = dict(zip(masked, zip(factors, pruned, strict=True), strict=True))
-    inside = [w.reshape(-1) for _, _, w in layers if w is not None and not w.all()]
-    parts = iter(put_together(inside, device, dtype))
+def find_pruned(
+    bits: np.ndarray, layout: Layout, groups: Groups, device: torch.device
+) -> Tensor | None:
+    """Return which elements of a flat vector are pruned, bool [layout.numel] on `device`.
 
-    for number, (rows, columns, weights) in enumerate(layers):
-        if weights is not None:
-            if not weights.all():
-                entries.append(LayerFactors(number, weights=next(parts).view(weights.shape)))
-            continue
-        blocks = len(columns)
-        by_row, by_column = known.get(rows.tobytes()), known.get(columns.tobytes())
-        if by_row is None and by_column is None:
-            continue
-        views = (
-            by_row and by_row[0].view(blocks, -1, 1),
-            by_column and by_column[0].view(blocks, 1, -1),
-        )
-        entries.append(LayerFactors(number, *views, by_row and by_row[1]))
-    return tuple(entries)
-
-
-def put_together(
-    arrays: Sequence[np.ndarray], device: torch.device, dtype: torch.dtype | None = None
-) -> list[Tensor]:
-    """Return 1-D arrays of one dtype on `device`, by one copy: many small ones take a GPU long."""
-    if not arrays:
-        return []
-    whole = torch.from_numpy(np.concatenate(arrays)).to(device=device, dtype=dtype)
-    return list(whole.split([array.size for array in arrays]))
-
-
-def apply_factors_(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> None:
-    """Multiply `flat` by the mask in place (flat ⊙ m); parameters without groups are untouched."""
-    mask_views_(factor_views(flat, layout, groups, factors), factors)
-
-
-def factor_views(flat: Tensor, layout: Layout, groups: Groups, factors: Factors) -> list[Tensor]:
-    """Return the view of `flat` that each entry of `factors` masks, for use with `mask_views_`."""
-    return [gemm_view(flat, layout, groups.layers[entry.layer]) for entry in factors]
-
-
-def mask_views_(views: list[Tensor], factors: Factors) -> None:
-    """Multiply each view of `factor_views` by its factors in place."""
-    for view, entry in zip(views, factors, strict=True):
-        if entry.weights is not None:
-            view.mul_(entry.weights)
-        if entry.columns is not None:
-            view.mul_(entry.columns)
-        if entry.rows is None:
-            continue
-        if view.shape[2] > 1:
-            set_rows_(view.view(-1, view.shape[2]), entry.pruned, 0.0)
+    None where a mask keeps everything.
+    """
+    masked = [
+        (layer, found)
+        for layer, found in zip(groups.layers, layer_masks(bits, groups), strict=True)
+        if not all(kept is None or kept.all() for kept in found)
+    ]
+    if not masked:
+        return None
+    gone = [
+        ~kept.reshape(-1)
+        for _, (rows, columns, weights) in masked
+        for kept in ((rows, columns) if weights is None else (weights,))
+    ]
+    # By one copy: many small ones take a GPU long.
+    together = torch.from_numpy(np.concatenate(gone)).to(device)
+    parts = iter(together.split([part.size for part in gone]))
+    pruned = torch.zeros(layout.numel, dtype=torch.bool, device=device)
+    for layer, (_, _, weights) in masked:
+        view = gemm_view(pruned, layout, layer)
+        if weights is None:
+            rows, columns = next(parts), next(parts)
+            view.copy_(rows.view(layer.blocks, -1, 1) | columns.view(layer.blocks, 1, -1))
         else:
-            view.mul_(entry.rows)
-
-
-def set_rows_(target: Tensor, rows: Tensor, values: Tensor | float) -> None:
-    """Set `target[rows]` to `values`."""
-    if target.device.type == "cpu":
-        # NumPy copies whole rows, where torch goes element by element.
-        values = values.numpy() if isinstance(values, Tensor) else values
-        target.numpy()[rows.numpy()] = values
-    else:
-        target[rows] = values
+            view.copy_(next(parts).view(view.shape))
+    return pruned
 
 
 def kept_numel(mask: np.ndarray, groups: Groups) -> list[int]:

@@ -36,7 +36,7 @@ from prunex_mpi.pruning.groups import (
     cut_view,
     gemm_views,
 )
-from prunex_mpi.pruning.masks import Factors, LayerFactors, kept_numel
+from prunex_mpi.pruning.masks import kept_numel
 
 
 def kept_count(count: int, ratio: float) -> int:
@@ -50,43 +50,41 @@ def group_squared_norms(
     layout: Layout,
     groups: Groups,
     selections: tuple[Selection, ...],
-    factors: Factors = (),
+    pruned: Tensor | None = None,
 ) -> Tensor:
     """Return the sum of squares of every group of one kind, or the score of coupled groups.
 
-    Of `flat`, masked by `factors`. 1-D of its dtype, on the host, in the order of the mask.
+    Of `flat` without what is `pruned`. 1-D of its dtype, on the host, in the order of the mask.
     """
     views = gemm_views(flat, layout, groups)
-    masks = {entry.layer: entry for entry in factors}
+    gone = [None] * len(views) if pruned is None else gemm_views(pruned, layout, groups)
     if selections[0].kind == "coupled":
-        return _coupled_scores(views, masks, groups, selections)
+        return _coupled_scores(views, gone, groups, selections)
     squared_norms = []
     for selection in selections:
         layer, number = groups.layers[selection.layer], selection.layer
         if selection.kind in INSIDE:
-            squares = _masked_(views[number].square(), masks.get(number)).view(-1, layer.kernel)
+            squares = _squares(views[number], gone[number]).view(-1, layer.kernel)
             patterns = torch.from_numpy(PATTERNS.T).to(squares)
             sums = squares.sum(dim=1) if selection.kind == "kernel" else squares @ patterns
             squared_norms.append(sums.view(-1))
             continue
         by_row = selection.kind == "filter"
-        sums = torch.cat(_slice_squares(views[number], (by_row, not by_row), masks.get(number)))
+        sums = torch.cat(_slice_squares(views[number], (by_row, not by_row), gone[number]))
         if selection.kind == "channel":
             sums = sums.view(layer.blocks * layer.channels, layer.kernel).sum(dim=1)
         squared_norms.append(sums)
     return torch.cat(squared_norms).cpu()
 
 
-def _slice_squares(
-    view: Tensor, dims: Sequence[bool], factors: LayerFactors | None
-) -> list[Tensor]:
-    """Return the masked squares of `view` summed by row [blocks * rows], column or both, in parts.
+def _slice_squares(view: Tensor, dims: Sequence[bool], pruned: Tensor | None) -> list[Tensor]:
+    """Return the squares of `view` summed by row [blocks * rows], column or both, in parts.
 
     Works tile by tile, so that squares stay in the cache.
     """
     by_row, by_column = [], []
     for at in cut_view(view):
-        squares = _masked_(view[at].square(), factors, at)
+        squares = _squares(view[at], None if pruned is None else pruned[at])
         if dims[0]:
             by_row.append(squares.sum(dim=2).view(-1))
         if dims[1]:
@@ -97,23 +95,14 @@ def _slice_squares(
     return by_row + by_column
 
 
-def _masked_(
-    squares: Tensor, factors: LayerFactors | None, at: tuple[slice, slice] = (slice(None),) * 2
-) -> Tensor:
-    """Multiply the `squares` of a tile of a view by its factors in place; return them."""
-    if factors is not None:
-        if factors.weights is not None:
-            squares.mul_(factors.weights[at])
-        if factors.columns is not None:
-            squares.mul_(factors.columns[at[0]])
-        if factors.rows is not None:
-            squares.mul_(factors.rows[at])
-    return squares
+def _squares(view: Tensor, pruned: Tensor | None) -> Tensor:
+    """Return the squares of a view, zero for what is pruned."""
+    return view.square() if pruned is None else view.square().masked_fill_(pruned, 0.0)
 
 
 def _coupled_scores(
     views: list[Tensor],
-    masks: dict[int, LayerFactors],
+    gone: list[Tensor | None],
     groups: Groups,
     selections: tuple[Selection, ...],
 ) -> Tensor:
@@ -123,7 +112,7 @@ def _coupled_scores(
     sums = [
         part
         for number, *dims in scored.tensors
-        for part in _slice_squares(views[number], dims, masks.get(number))
+        for part in _slice_squares(views[number], dims, gone[number])
     ]
     # One transfer; sums on the host are float64.
     squared_norms = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]

@@ -1,5 +1,7 @@
 """Forecast what a run would hand to MPI, without training: `--dry-run`."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from prunex_mpi.base.tables import format_lines
@@ -17,7 +19,7 @@ from prunex_mpi.data.request import NOTHING_KNOWN, Known, Request
 from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import Plan, build_plan, cut_plan
+from prunex_mpi.pruning.compaction import count_kept, ends_of_parts
 from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
@@ -67,18 +69,17 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         return _of_own_exchange(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
 
-    def planned(strict: float) -> tuple[Plan, int]:
+    def planned(strict: float) -> tuple[int, int]:
         mask = nominal_mask(groups, strict)
         if settings.method.flat:
             mask[:] = True
-        plan = build_plan(layout, groups, mask, parameter.device)
-        return plan, kept_stats(mask, stats_groups).size
+        return count_kept(layout, groups, mask), kept_stats(mask, stats_groups).size
 
     def message(strict: float, fragmented: bool) -> int:
-        plan, carried = planned(strict)
+        numel, carried = planned(strict)
         if fragmented:
-            return sum(sizes_of_parts(settings, plan, carried, size))
-        return message_bytes(settings.payload, plan.numel, carried, size)
+            return sum(sizes_of_parts(settings, numel, carried, size))
+        return message_bytes(settings.payload, numel, carried, size)
 
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
     if settings.method.local_sgd:
@@ -157,9 +158,10 @@ def parted_in(settings: Settings, outer: int) -> set[int]:
     return {k for k in range(1, outer) if k != getattr(settings.options, "prune_iteration", 0)}
 
 
-def sizes_of_parts(settings: Settings, plan: Plan, statistics: int, size: int) -> list[int]:
+def sizes_of_parts(settings: Settings, numel: int, statistics: int, size: int) -> list[int]:
     """Return the bytes of each part of a message; in fewer bits each has whole blocks."""
-    numels = [int(part.numel) for _, _, part in cut_plan(plan, settings.fragments, BLOCK)]
+    ends = [0, *ends_of_parts(numel, settings.fragments, BLOCK)]
+    numels = [end - start for start, end in pairwise(ends)]
     carried = [0] * (settings.fragments - 1) + [statistics]
     return [
         message_bytes(settings.payload, numel, extra, size)
@@ -167,9 +169,9 @@ def sizes_of_parts(settings: Settings, plan: Plan, statistics: int, size: int) -
     ]
 
 
-def _parts(settings: Settings, plan: Plan, statistics: int, size: int) -> str:
+def _parts(settings: Settings, numel: int, statistics: int, size: int) -> str:
     """Return how the message leaves in parts: the peak of the link."""
-    count, largest = settings.fragments, max(sizes_of_parts(settings, plan, statistics, size))
+    count, largest = settings.fragments, max(sizes_of_parts(settings, numel, statistics, size))
     steps = settings.local_steps
     distance = f"every {steps / count:g} local steps" if steps else f"{count} times per interval"
     once = ", once the masks are frozen" if settings.method.consensus else ""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.masks import build_factors, make_mask
+from prunex_mpi.pruning.masks import find_pruned, make_mask
 from prunex_mpi.pruning.projection import group_squared_norms, select
 
 
@@ -36,8 +36,8 @@ def project(
     mask, result = np.ones(groups.total, dtype=bool), flat.clone()
     for selections in groups.kinds:
         # What the kinds before have left of `flat` is what `result` is.
-        left = build_factors(mask, groups, flat.device, flat.dtype)
-        found = group_squared_norms(flat, layout, groups, selections, left).numpy()
+        pruned = find_pruned(mask, layout, groups, flat.device)
+        found = group_squared_norms(flat, layout, groups, selections, pruned).numpy()
         same = group_squared_norms(result, layout, groups, selections).numpy()
         np.testing.assert_allclose(found, same, rtol=1e-6)
         mask[selections[0].start : selections[-1].stop] = select(same, selections, progress)

@@ -16,29 +16,11 @@ from reference_payload import coded_sum, expanded
 BLOCK = 128
 
 
-def fragments_of(kept, lengths, count):
-    """Return slices of vectors with about as many `kept` elements each.
-
-    They end after whole blocks of these, or with a layer, of `lengths` elements, that lacks some.
-    """
-    runs = []  # of layers that lack some, and of all those between two of them
-    for layer in torch.split(kept, lengths):
-        if runs and layer.all() and runs[-1].all():
-            layer = torch.cat([runs.pop(), layer])
-        runs.append(layer)
-    ends = []
-    for wanted in (f * int(kept.sum()) / count for f in range(1, count)):
-        at = before = 0  # in vectors, and in what is kept of them
-        for run in runs:
-            mine = int(run.sum())
-            if wanted <= before + mine:
-                break
-            at, before = at + len(run), before + mine
-        inside = min(max(BLOCK * round(wanted / BLOCK) - before, 0), mine)
-        if not run.all():
-            inside = 0 if wanted - before < before + mine - wanted else len(run)
-        ends.append(at + inside)
-    ends.append(len(kept))
+def fragments_of(kept, count):
+    """Return slices of vectors with about as many `kept` elements each, in whole blocks of them."""
+    places = kept.nonzero().view(-1).tolist()
+    ends = [BLOCK * round(f * len(places) / count / BLOCK) for f in range(1, count)]
+    ends = [(*places, len(kept))[min(end, len(places))] for end in ends] + [len(kept)]
     return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
 
@@ -149,11 +131,10 @@ class Simulation:
 
     def run(self, first=1):
         s, steps, now = self.s, self.s.steps, 0
-        lengths = [x.numel() for x in self.models[0].parameters()]
         pending = None
         for k in range(first, s.outer_iterations + 1):
             last = k in (s.prune_iteration, s.outer_iterations)
-            parts = fragments_of(self.kept, lengths, s.fragments)
+            parts = fragments_of(self.kept, s.fragments)
             sends = {f * steps // s.fragments: p for f, p in enumerate(parts, 1)}
             for t in range(1, steps + 1):
                 self.inner_step()

@@ -15,9 +15,9 @@ from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_, with_index
+from prunex_mpi.pruning.compaction import build_plan, count_kept, cut_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import PATTERNS, Groups, find_groups
-from prunex_mpi.pruning.masks import Mask, apply_factors_, build_factors, kept_numel
+from prunex_mpi.pruning.masks import make_mask
 from prunex_mpi.pruning.projection import select
 
 ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
@@ -71,39 +71,24 @@ def masks(groups: Groups, seed: int) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("kinds", ORDERS, ids="+".join)
-def test_masking_again_and_again_is_applying_the_factors(kinds):
+@pytest.mark.parametrize("kinds", [("channel", "shape"), ("channel", "kernel")], ids="+".join)
+def test_a_mask_goes_to_a_gpu_in_few_copies(kinds):
+    """However many layers there are: one of the mask's, and one of the plan's."""
     layout, groups = prepare(kinds)
     for mask in masks(groups, seed=len(kinds)):
         flat = torch.randn(layout.numel)
-        factors = build_factors(mask, groups, CPU, flat.dtype)
-        expected = flat.clone()
-        apply_factors_(expected, layout, groups, factors)
-        with pretended_gpu():
-            there = flat.to(GPU)
-            factors_there = build_factors(mask, groups, GPU, flat.dtype)
-            Mask(layout, groups, mask, factors_there).applying(there)()
-            back = there.cpu()
-        Mask(layout, groups, mask, factors).applying(flat)()
-        assert torch.equal(flat, expected)
-        assert torch.equal(back, expected)
-
-
-@pytest.mark.parametrize("kinds", [*ORDERS, ("kernel",), ("channel", "kernel")], ids="+".join)
-def test_a_mask_goes_to_a_gpu_in_few_copies(kinds):
-    """However many layers there are: factors and their rows, then indices and theirs."""
-    layout, groups = prepare(kinds)
-    for mask in masks(groups, seed=len(kinds)):
         with pretended_gpu() as copies:
-            build_factors(mask, groups, GPU, torch.float32)
+            there = flat.to(GPU)
             plan = build_plan(layout, groups, mask, GPU)
-            flat = torch.randn(layout.numel).to(GPU)
-            pack_(flat, plan, payload := torch.empty(plan.numel, device=GPU))
-            found = payload.cpu()
-        # Two more are of the vectors.
-        assert set(copies) == {"to"} and 2 <= copies["to"] <= 6
+            pack_(there, plan, payload := torch.empty(plan.numel, device=GPU))
+            make_mask(layout, groups, mask, there).apply_(there)
+            found, masked = payload.cpu(), there.cpu()
+        # Three more are of the vectors, and one wait is for the number of what is kept.
+        assert copies.pop("aten.nonzero", 1) == 1
+        assert set(copies) == {"to"} and 3 <= copies["to"] <= 5
         pack_(flat, build_plan(layout, groups, mask, CPU), expected := torch.empty(plan.numel))
-        assert torch.equal(found, expected)
+        make_mask(layout, groups, mask, flat).apply_(flat)
+        assert torch.equal(found, expected) and torch.equal(masked, flat)
 
 
 def walked(layout: Layout, groups: Groups, mask: np.ndarray) -> torch.Tensor:
@@ -129,31 +114,29 @@ def walked(layout: Layout, groups: Groups, mask: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(support)
 
 
-@pytest.mark.parametrize(("length", "dtype"), [(5, torch.float64), (2**16, torch.float32)])
 @pytest.mark.parametrize("kinds", [*ORDERS, *INSIDE], ids="+".join)
-def test_masks_payloads_and_counts_are_those_of_walking(kinds, length, dtype, monkeypatch):
-    monkeypatch.setattr(layouts, "CPU_TILE", length)
+def test_masks_payloads_and_counts_are_those_of_walking(kinds, monkeypatch):
+    # Squares are summed by tiles.
+    monkeypatch.setattr(layouts, "CPU_TILE", 5)
     layout, groups = prepare(kinds)
     torch.manual_seed(0)
-    flat = torch.randn(layout.numel, dtype=dtype)
+    flat = torch.randn(layout.numel, dtype=torch.float64)
     # What a projection of it keeps, on the ramp and behind it, and others.
     projected = [project(flat, layout, groups, progress)[1] for progress in (0.6, 1.0)]
     for mask in (*projected, *masks(groups, seed=len(kinds))):
-        expected = flat * walked(layout, groups, mask).to(dtype)
+        expected = flat * walked(layout, groups, mask)
         found = flat.clone()
-        apply_factors_(found, layout, groups, build_factors(mask, groups, CPU, dtype))
+        make_mask(layout, groups, mask, found).apply_(found)
         assert torch.equal(found, expected)
         plan = build_plan(layout, groups, mask, CPU)
         # Random weights are never zero themselves.
         assert plan.numel == int(expected.count_nonzero())
-        assert plan.numel == layout.numel - groups.prunable_numel + sum(kept_numel(mask, groups))
-        payload = torch.full((plan.numel + 5,), 17, dtype=dtype)
+        assert plan.numel == count_kept(layout, groups, mask)
+        payload = torch.full((plan.numel + 5,), 17, dtype=flat.dtype)
         pack_(flat, plan, payload)
         # What lies behind the parameters belongs to others.
-        assert torch.equal(payload[plan.numel :], torch.full((5,), 17, dtype=dtype))
-        assert torch.equal(
-            payload[: plan.numel].sort().values, expected[expected != 0].sort().values
-        )
+        assert torch.equal(payload[plan.numel :], torch.full((5,), 17, dtype=flat.dtype))
+        assert torch.equal(payload[: plan.numel], expected[expected != 0])
         result = torch.full_like(flat, torch.nan)
         unpack_(payload, plan, result)
         assert torch.equal(result, expected)
@@ -166,23 +149,24 @@ def test_masks_payloads_and_counts_are_those_of_walking(kinds, length, dtype, mo
         assert torch.equal(both[: plan.numel], payload[: plan.numel] * 0.3)
 
 
-def test_an_index_moves_what_pieces_move():
+@pytest.mark.parametrize("count", [1, 3, 50])
+def test_parts_of_a_plan_are_the_whole_one_after_the_other(count):
     layout, groups = prepare(("filter", "channel"))
     flat, other = torch.randn(2, layout.numel)
     for mask in masks(groups, seed=0):
-        plan = build_plan(layout, groups, mask, CPU)
-        indexed = with_index(plan, layout.numel, CPU)
-        assert (indexed.index is None) == mask.all()
-        assert indexed.digest == plan.digest
-        payload, by_index = torch.full((2, plan.numel + 5), 17.0)
-        result, spread = torch.full((2, layout.numel), torch.nan)
-        for added, factor in ((None, 1.0), (other, 1.0), (other, 0.3)):
-            pack_(flat, plan, payload, added, factor)
-            pack_(flat, indexed, by_index, added, factor)
-            assert torch.equal(by_index, payload)
-        unpack_(payload, plan, result)
-        unpack_(payload, indexed, spread)
-        assert torch.equal(spread, result)
+        whole = build_plan(layout, groups, mask, CPU)
+        wanted, found = torch.full((2, whole.numel), 17.0)
+        pack_(flat, whole, wanted, other, 0.3)
+        places, back, spread = [], *torch.full((2, layout.numel), torch.nan)
+        for place, start, part in cut_plan(whole, count, 8):
+            assert part.digest == whole.digest
+            assert start % 8 == 0 or start == whole.numel
+            pack_(flat, part, found[start:], other, 0.3)
+            unpack_(found[start:], part, spread)
+            places += range(place.start, place.stop)
+        assert places == list(range(layout.numel)) and torch.equal(found, wanted)
+        unpack_(wanted, whole, back)
+        assert torch.equal(spread, back)
 
 
 def test_digests_tell_masks_and_layouts_apart():
@@ -224,9 +208,7 @@ def test_payload_of_real_networks_is_the_count_by_hand(name, stem, parameters):
     squared_norms = np.random.default_rng(0).random(groups.total)
     for schedule_progress, expected in ((0.0, dense), (1.0, half)):
         mask = select(squared_norms, groups.kinds[0], schedule_progress)
-        plan = build_plan(layout, groups, mask, CPU)
-        assert plan.numel + moving == expected + statistics
-        assert {type(n) for p in plan.pieces for n in (p.start, p.kept)} == {int}
+        assert count_kept(layout, groups, mask) + moving == expected + statistics
     # Half of every convolution but the first; what is never pruned travels whole.
     assert dense - half == groups.prunable_numel // 2
 

@@ -19,7 +19,7 @@ from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
-from prunex_mpi.pruning.masks import apply_factors_, build_factors
+from prunex_mpi.pruning.masks import make_mask
 from prunex_mpi.pruning.projection import group_squared_norms, select
 from prunex_mpi.pruning.removable import attempt, find_removable, find_rules, training_failure
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
@@ -142,8 +142,7 @@ def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(name):
     payload, back = torch.empty(plan.numel), torch.empty_like(flat)
     pack_(flat, plan, payload)
     unpack_(payload, plan, back)
-    factors = build_factors(mask, groups, flat.device, flat.dtype)
-    apply_factors_(flat, layout, groups, factors)
+    make_mask(layout, groups, mask, flat).apply_(flat)
     assert torch.equal(back, flat)
     # And is what the smaller network has.
     tensors = smaller_tensors(model, coupling, ~mask)

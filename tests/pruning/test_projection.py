@@ -18,7 +18,7 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import Groups, find_groups, out_of_reach
-from prunex_mpi.pruning.masks import apply_factors_, build_factors, mask_drift
+from prunex_mpi.pruning.masks import make_mask, mask_drift
 from prunex_mpi.pruning.projection import group_squared_norms, kept_count, select, with_budget
 
 
@@ -335,7 +335,7 @@ def test_a_budget_is_spent_on_the_groups_of_highest_score(keep_by, ratio, schedu
 
     def cost(mask: np.ndarray) -> float:
         flat = torch.ones(layout.numel, dtype=torch.float64)
-        apply_factors_(flat, layout, groups, build_factors(mask, groups, flat.device, flat.dtype))
+        make_mask(layout, groups, mask, flat).apply_(flat)
         views = zip((s.name for s in layout.segments), layout.views(flat), strict=True)
         return sum(prices.get(name, 0) * float(view.sum()) for name, view in views)
 
