@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# The keys under which channels of a SlimRMSNorm and the numbers of torch calls are stated.
-RMS_FEATURES, CALLS = "rms_norm_features", "calls"
+# The keys under which channels of a norm of all channels and numbers of torch calls are stated.
+NORM_FEATURES, CALLS = "norm_features", "calls"
 # Sizes of inputs at which an epsilon of RMSNorm shows.
 RMS_SCALES = (1.0, 1e-2, 1e-3, 1e-4, 1e-5)
 BATCH_NORMS = (
@@ -51,33 +51,30 @@ def norm_dim(module: nn.LayerNorm) -> int | None:
     return None
 
 
-class SlimLayerNorm(nn.Module):
+class SlimNorm(nn.Module):
     """LayerNorm over `width` channels, of which only some are present and the others are zero.
 
     They are the last ones, or along dimension 1; with `dim` None they are along 1 and it is over
-    all positions as well, as a GroupNorm of one group.
+    all positions as well, as a GroupNorm of one group. It is RMSNorm where it is not `centred`.
     """
 
-    def __init__(self, kept: int, width: int, eps: float, bias: bool, dim: int | None) -> None:
+    def __init__(
+        self, kept: int, width: int, eps: float | None, bias: bool, dim: int | None, centred: bool
+    ) -> None:
         super().__init__()
-        self.width, self.eps, self.dim = width, eps, dim
+        self.width, self.eps, self.dim, self.centred = width, eps, dim, centred
         self.weight = nn.Parameter(torch.ones(kept))
         self.bias = nn.Parameter(torch.zeros(kept)) if bias else None
 
     @classmethod
-    def fitting(
-        cls, module: "nn.LayerNorm | nn.GroupNorm | SlimLayerNorm", num_features: int
-    ) -> "nn.LayerNorm | nn.GroupNorm | SlimLayerNorm":
-        """Return `module`, or a smaller one with fresh weights unless it has `num_features`."""
-        if num_features == module.weight.numel():
+    def fitting(cls, module: nn.Module, kept: int) -> nn.Module:
+        """Return `module`, or a smaller one with fresh weights unless it has `kept` channels."""
+        if kept == module.weight.numel():
             return module
-        slim, group = isinstance(module, SlimLayerNorm), isinstance(module, nn.GroupNorm)
-        dim = module.dim if slim else None if group else norm_dim(module)
-        known = slim or (module.num_groups == 1 if group else dim is not None)
-        width = module.width if slim else len(module.weight)
-        if not known or num_features > width:
-            raise ValueError(f"a {type(module).__name__} can't be made {num_features} wide")
-        new = cls(num_features, width, module.eps, module.bias is not None, dim)
+        norm = _as_slim(module)
+        if norm is None or kept > norm.width:
+            raise ValueError(f"a {type(module).__name__} can't be made {kept} wide")
+        new = cls(kept, norm.width, norm.eps, norm.bias is not None, norm.dim, norm.centred)
         new.to(module.weight).train(module.training)
         return new
 
@@ -88,53 +85,37 @@ class SlimLayerNorm(nn.Module):
         over = tuple(range(1, x.dim())) if self.dim is None else (-1,)
         # As torch's own, which computes 16-bit inputs in float32.
         x = x.float() if x.element_size() < 4 else x
-        positions = x[0, ..., 0].numel() if self.dim is None else 1
-        mean = x.sum(over, keepdim=True) / (self.width * positions)
-        centred = x - mean
-        # Absent channels are zeros, each (0 - mean)^2 from the mean.
-        squares = centred.square().sum(over, keepdim=True) / positions
-        squares = squares + (self.width - x.shape[-1]) * mean.square()
-        out = centred * torch.rsqrt(squares / self.width + self.eps) * self.weight
+        positions, absent = x[0, ..., 0].numel() if self.dim is None else 1, 0.0
+        if self.centred:
+            mean = x.sum(over, keepdim=True) / (self.width * positions)
+            # Absent channels are zeros, each (0 - mean)^2 from the mean.
+            x, absent = x - mean, (self.width - x.shape[-1]) * mean.square()
+        squares = x.square().sum(over, keepdim=True) / positions + absent
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        out = x * torch.rsqrt(squares / self.width + eps) * self.weight
         out = out if self.bias is None else out + self.bias
         return out.to(given).movedim(-1, dim)
 
 
-class SlimRMSNorm(nn.Module):
-    """RMSNorm over `width` channels, of which only some are present and the others are zero."""
-
-    def __init__(self, kept: int, width: int, eps: float | None) -> None:
-        super().__init__()
-        self.width, self.eps = width, eps
-        self.weight = nn.Parameter(torch.ones(kept))
-
-    @classmethod
-    def fitting(cls, module: nn.Module, num_features: int) -> nn.Module:
-        """Return `module`, or a smaller one with fresh weights unless it has `num_features`."""
-        if num_features == module.weight.numel():
-            return module
-        whole = as_rms_norm(module)
-        if whole is None:
-            raise ValueError(f"a {type(module).__name__} can't be made smaller")
-        new = cls(num_features, whole.width, whole.eps)
-        new.to(module.weight).train(module.training)
-        return new
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., kept] to the same shape."""
-        given, x = x.dtype, x.float() if x.element_size() < 4 else x
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        squares = x.square().sum(-1, keepdim=True) / self.width
-        return (x * torch.rsqrt(squares + eps) * self.weight).to(given)
+def _as_slim(module: nn.Module) -> SlimNorm | None:
+    """Return a norm of all channels as a SlimNorm, of other values; None for other modules."""
+    if isinstance(module, SlimNorm):
+        return module
+    dim = norm_dim(module) if isinstance(module, nn.LayerNorm) else None
+    if dim is None and not (isinstance(module, nn.GroupNorm) and module.num_groups == 1):
+        return as_rms_norm(module)
+    width = len(module.weight)
+    return SlimNorm(width, width, module.eps, module.bias is not None, dim, centred=True)
 
 
 @torch.no_grad()
-def as_rms_norm(module: nn.Module) -> SlimRMSNorm | None:
-    """Return a SlimRMSNorm of full width with the weight of `module`, None where it does otherwise.
+def as_rms_norm(module: nn.Module) -> SlimNorm | None:
+    """Return `module` as a SlimNorm with its weight, None where it is no RMSNorm.
 
     It is recognised by trial: torch's own as well as one written by hand.
     """
-    if isinstance(module, SlimRMSNorm):
-        return module
+    if isinstance(module, SlimNorm):
+        return None if module.centred else module
     tensors = [*module.named_parameters(), *module.named_buffers(), *module.named_children()]
     if [name for name, _ in tensors] != ["weight"] or module.weight.dim() != 1:
         return None
@@ -149,7 +130,7 @@ def as_rms_norm(module: nn.Module) -> SlimRMSNorm | None:
     except Exception:
         return None
     for eps in (None, *(value for value in vars(module).values() if type(value) is float)):
-        found = SlimRMSNorm(width, width, eps)
+        found = SlimNorm(width, width, eps, bias=False, dim=-1, centred=False)
         found.weight = double.weight
         alike = isinstance(wanted, Tensor) and wanted.shape == x.shape
         # Many compute in float32.

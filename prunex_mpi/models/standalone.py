@@ -15,7 +15,7 @@ import json
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,17 @@ from prunex_mpi.models.slim import (
     BATCH_NORMS,
     CALLS,
     CONVOLUTIONS,
-    RMS_FEATURES,
+    NORM_FEATURES,
     SlimAttention,
-    SlimLayerNorm,
-    SlimRMSNorm,
+    SlimNorm,
     correct_calls_,
 )
 
-# Sizes of modules and shapes of their parameters: {module: {attribute: number or shape}}. Under
+# Numbers of modules and shapes of their tensors: {module: {attribute: number or shape}}. Under
 # `CALLS` are the numbers for torch calls of the module's code.
 Sizes = dict[str, dict[str, Any]]
 
-FORMAT = 6
+FORMAT = 7
 # Places of a transformer, each with weights of its own.
 MOST_PATCHES = 2**18
 MODEL, PLAN = "model.safetensors", "plan.json"
@@ -337,34 +336,27 @@ class SmallVgg(nn.Module):
 def resize_(model: nn.Module, sizes: Sizes, grows: bool = False) -> None:
     """Resize the modules named in `sizes`; tensors of another shape lose their values.
 
-    Convolutions have in_channels, out_channels and groups, norms num_features, GroupNorm num_groups
-    and num_channels, attention num_heads and embed_dim, others torch's names too. What several
-    modules share they go on to share. Raises ValueError where a module lacks what is stated, or
-    would become larger unless it `grows`.
+    Attention has num_heads and embed_dim, norms of all channels `NORM_FEATURES`, others shapes of
+    their tensors and numbers that do not follow from these. What several modules share they go on
+    to share. Raises ValueError where a module lacks what is stated, or would become larger unless
+    it `grows`.
     """
     shared = _shared_parameters(model)
     for name, stated in sizes.items():
-        module = model.get_submodule(name)
-        wanted = {key: size for key, size in stated.items() if isinstance(size, int)}
-        for key, shape in stated.items():
-            if not isinstance(shape, int) and key != CALLS:
-                _reallocate_(module, key, tuple(shape), grows)
+        module = smaller = model.get_submodule(name)
+        stated = dict(stated)
+        calls = stated.pop(CALLS, None)
         if isinstance(module, ATTENTIONS):
-            module_of_fewer = SlimAttention.fitting(module, **wanted)
-        elif isinstance(module, nn.LayerNorm | nn.GroupNorm | SlimLayerNorm) and (
-            "num_features" in wanted
-        ):
-            module_of_fewer = SlimLayerNorm.fitting(module, **wanted)
-        elif RMS_FEATURES in wanted:
-            module_of_fewer = SlimRMSNorm.fitting(module, wanted[RMS_FEATURES])
+            smaller = SlimAttention.fitting(module, **stated) if stated else module
+        elif NORM_FEATURES in stated:
+            smaller = SlimNorm.fitting(module, stated[NORM_FEATURES])
         else:
-            _resize_alone_(module, wanted, grows)
-            module_of_fewer = module
-        if CALLS in stated:
-            correct_calls_(module_of_fewer, stated[CALLS])
-        if module_of_fewer is not module:
+            _resize_alone_(module, stated, grows)
+        if calls is not None:
+            correct_calls_(smaller, calls)
+        if smaller is not module:
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, module_of_fewer)
+            setattr(model.get_submodule(parent), attribute, smaller)
     for first, *others in shared:
         for name in others:
             parent, _, attribute = name.rpartition(".")
@@ -379,44 +371,33 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
     return [every for every in names.values() if len(every) > 1]
 
 
-def _resize_alone_(module: nn.Module, wanted: Mapping[str, int], grows: bool) -> None:
-    if isinstance(module, (*CONVOLUTIONS, nn.Linear, nn.Embedding, nn.GroupNorm, *BATCH_NORMS)):
-        for attribute, shape in _shapes_for(module)(**wanted).items():
-            _reallocate_(module, attribute, shape, grows)
-    for key, size in wanted.items():
-        # "sizes.0" is the first of several numbers.
-        attribute, _, place = key.partition(".")
-        if not hasattr(module, attribute):
-            raise ValueError(f"a {type(module).__name__} has no {attribute}")
-        value: object = size
-        old = whole = getattr(module, attribute)
-        if place:
-            several = list(whole)
-            old, several[int(place)] = several[int(place)], size
-            value = type(whole)(several)
-        if not grows and isinstance(old, int) and size > old:
+def _resize_alone_(
+    module: nn.Module, stated: Mapping[str, int | Sequence[int]], grows: bool
+) -> None:
+    """Give `module` what is stated, and torch's own the numbers that follow from their weight."""
+    for key, size in stated.items():
+        if not hasattr(module, key):
+            raise ValueError(f"a {type(module).__name__} has no {key}")
+        old = getattr(module, key)
+        if not isinstance(size, int):
+            _reallocate_(module, key, tuple(size), grows)
+        elif not grows and isinstance(old, int) and size > old:
             raise ValueError(f"a {type(module).__name__} has {key} {old}, not {size}")
-        setattr(module, attribute, value)
-
-
-def _shapes_for(module: nn.Module) -> Callable[..., dict[str, tuple[int, ...]]]:
-    """Return the function from sizes to the shapes of the module's tensors."""
+        else:
+            setattr(module, key, size)
     if isinstance(module, CONVOLUTIONS):
-        return lambda in_channels, out_channels, groups: {
-            "weight": (out_channels, in_channels // groups, *module.kernel_size),
-            "bias": (out_channels,),
-        }
-    if isinstance(module, nn.Linear):
-        return lambda in_features, out_features: {
-            "weight": (out_features, in_features),
-            "bias": (out_features,),
-        }
-    if isinstance(module, nn.Embedding):
-        return lambda embedding_dim: {"weight": (module.num_embeddings, embedding_dim)}
-    if isinstance(module, nn.GroupNorm):
-        return lambda num_groups, num_channels: dict.fromkeys(("weight", "bias"), (num_channels,))
-    names = ("weight", "bias", "running_mean", "running_var")
-    return lambda num_features: dict.fromkeys(names, (num_features,))
+        module.out_channels = len(module.weight)
+        module.in_channels = module.weight.shape[1] * module.groups
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, nn.Embedding):
+        module.embedding_dim = module.weight.shape[1]
+    elif isinstance(module, nn.GroupNorm) and module.affine:
+        module.num_channels = len(module.weight)
+    elif isinstance(module, BATCH_NORMS) and module.affine:
+        module.num_features = len(module.weight)
+        for statistics in ("running_mean", "running_var"):
+            _reallocate_(module, statistics, tuple(module.weight.shape), grows)
 
 
 def _reallocate_(module: nn.Module, attribute: str, shape: tuple[int, ...], grows: bool) -> None:

@@ -18,14 +18,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import dummy_input, evaluating
 from prunex_mpi.models.inputs import Inputs
-from prunex_mpi.models.slim import (
-    SlimLayerNorm,
-    SlimRMSNorm,
-    as_rms_norm,
-    call_site,
-    flatten,
-    norm_dim,
-)
+from prunex_mpi.models.slim import SlimNorm, as_rms_norm, call_site, flatten, norm_dim
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.elementwise import SIZE, Trial, meet
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
@@ -296,7 +289,7 @@ def follow_input(model: nn.Module, inputs: Inputs, rules: Rules) -> Labels:
         for name, module in model.named_modules()
         if (isinstance(module, nn.LayerNorm) and norm_dim(module) is not None)
         or (isinstance(module, nn.GroupNorm) and module.num_groups == 1 and module.affine)
-        or isinstance(module, SlimLayerNorm)
+        or isinstance(module, SlimNorm)
     }
     labels.norms |= {f"{name}.weight" for name in find_rms_norms(model)}
     given = dummy_input(model, inputs)
@@ -318,32 +311,29 @@ def find_rms_norms(model: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def plain_norms(model: nn.Module) -> Iterator[None]:
     """Make norms written by hand, and those that became smaller, call torch's own for a while."""
-    changed = [m for m in find_rms_norms(model).values() if not isinstance(m, nn.RMSNorm)]
-    slim = [m for m in model.modules() if isinstance(m, SlimLayerNorm)]
+    norms = [(m, as_rms_norm(m)) for m in find_rms_norms(model).values()]
+    norms += [(m, m) for m in model.modules() if isinstance(m, SlimNorm) and m.centred]
+    changed = [(m, norm) for m, norm in norms if not isinstance(m, nn.RMSNorm)]
     try:
-        for module in changed:
-            module.forward = partial(_normalise, as_rms_norm(module))
-        for module in slim:
-            module.forward = partial(_normalise_layer, module)
-        changed += slim
+        for module, norm in changed:
+            module.forward = partial(_normalise, norm)
         yield
     finally:
-        for module in changed:
+        for module, _ in changed:
             module.__dict__.pop("forward", None)
 
 
-def _normalise(norm: SlimRMSNorm, x: Tensor) -> Tensor:
+def _normalise(norm: SlimNorm, x: Tensor) -> Tensor:
+    if norm.dim is None:
+        return F.group_norm(x, 1, norm.weight, norm.bias, norm.eps)
+    if norm.centred:
+        x = x.movedim(norm.dim, -1)
+        x = F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+        return x.movedim(-1, norm.dim)
     # As large as where channels are missing.
     share = norm.weight.numel() / norm.width
     eps = None if norm.eps is None else norm.eps / share
     return F.rms_norm(x, norm.weight.shape, norm.weight, eps) * share**-0.5
-
-
-def _normalise_layer(norm: SlimLayerNorm, x: Tensor) -> Tensor:
-    if norm.dim is None:
-        return F.group_norm(x, 1, norm.weight, norm.bias, norm.eps)
-    x = F.layer_norm(x.movedim(norm.dim, -1), norm.weight.shape, norm.weight, norm.bias, norm.eps)
-    return x.movedim(-1, norm.dim)
 
 
 def _plain_name(func) -> str:

@@ -12,7 +12,7 @@ channel is never removed.
 A group is removable exactly: with all its slices at zero (gamma and beta of norms included, so that
 no constant survives) its channels are zero wherever they are read, and the network without them
 computes the same. LayerNorm goes on to divide by the original number of channels
-(`models.slim.SlimLayerNorm`).
+(`models.slim.SlimNorm`).
 
 Why not a library: torch-pruning (1.6) takes every operation that it does not know for an
 element-wise one, so a wrong group shows only as a wrong network, and it removes channels of

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -21,7 +21,7 @@ from prunex_mpi.pruning.labels import Mixed, Site
 WEIGHT = ".weight"
 # Modules of torch, whose numbers are stated by name.
 STATED = (*slim.CONVOLUTIONS, *slim.BATCH_NORMS, *slim.ATTENTIONS, nn.Linear, nn.Embedding)
-STATED += (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, slim.SlimLayerNorm, slim.SlimRMSNorm)
+STATED += (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, slim.SlimNorm)
 STATISTICS = (".running_mean", ".running_var")
 
 
@@ -39,52 +39,8 @@ def resized(model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Si
 
 
 def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> Sizes:
-    """Return the sizes of every module that can be resized, for `standalone.resize_`."""
-    sizes: Sizes = {}
-    first = first_names(model)
-
-    def left(known: Mapping[str, np.ndarray], name: str, size: int) -> int:
-        ids = known.get(first.get(name, name))
-        return size if ids is None else int(kept_slices(ids, removed).sum())
-
-    for name, module in model.named_modules():
-        weight = f"{name}{WEIGHT}" if name else "weight"
-        weight = first.get(weight, weight)
-        if isinstance(module, slim.ATTENTIONS):
-            inner = module.num_heads * module.head_dim
-            rows = left(coupling.rows, f"{name}.in_proj_weight", 3 * inner)
-            width = left(coupling.columns, f"{name}.in_proj_weight", module.embed_dim)
-            sizes[name] = {"num_heads": rows // (3 * module.head_dim), "embed_dim": width}
-        elif isinstance(module, slim.BATCH_NORMS):
-            sizes[name] = {"num_features": left(coupling.rows, weight, module.num_features)}
-        elif weight in coupling.norms or isinstance(module, slim.SlimLayerNorm | slim.SlimRMSNorm):
-            centred = isinstance(module, nn.LayerNorm | nn.GroupNorm | slim.SlimLayerNorm)
-            key = "num_features" if centred else slim.RMS_FEATURES
-            sizes[name] = {key: left(coupling.rows, weight, module.weight.numel())}
-        elif isinstance(module, nn.GroupNorm) and weight in coupling.rows:
-            kept = kept_slices(coupling.rows[weight], removed).reshape(module.num_groups, -1)
-            groups, channels = kept.any(axis=1).sum(), kept.sum()
-            sizes[name] = {"num_groups": int(groups), "num_channels": int(channels)}
-        elif isinstance(module, nn.Embedding):
-            sizes[name] = {"embedding_dim": left(coupling.columns, weight, module.embedding_dim)}
-        elif isinstance(module, nn.Linear) and attention_of(model, weight) is None:
-            sizes[name] = {
-                "in_features": left(coupling.columns, weight, module.in_features),
-                "out_features": left(coupling.rows, weight, module.out_features),
-            }
-        elif isinstance(module, slim.CONVOLUTIONS):
-            kept = np.ones(module.out_channels, dtype=bool)
-            if weight in coupling.rows:
-                kept = kept_slices(coupling.rows[weight], removed)
-            # A group of a grouped convolution stays if any of its outputs does.
-            groups = int(kept.reshape(module.groups, -1).any(axis=1).sum())
-            inputs = module.in_channels // module.groups
-            sizes[name] = {
-                "in_channels": groups * left(coupling.columns, weight, inputs),
-                "out_channels": int(kept.sum()),
-                "groups": groups,
-            }
-    _add_own_sizes(model, coupling, removed, sizes)
+    """Return the sizes of every module that has coupled groups, for `standalone.resize_`."""
+    sizes = _sizes_of_tensors(model, coupling, removed)
     sites = {c.site for c in coupling.calls} | {c.site for c, _ in coupling.mixed if c.filled}
     calls: dict[str, slim.Calls] = {}
     if sites and removed.any():
@@ -114,26 +70,44 @@ def sizes_in_all(model: nn.Module, before: Sizes, coupling: Coupling, removed: n
     return {name: {**before.get(name, {}), **sizes.get(name, {})} for name in names}
 
 
-def _add_own_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Sizes) -> None:
-    """Add the shapes of parameters and the numbers of other modules to `sizes`."""
-    named = {id(model.get_submodule(name)) for name in sizes}
-    for name, (dim, ids) in coupling.zeros.items():
-        owner, _, attribute = name.rpartition(".")
-        shape = list(model.get_buffer(name).shape)
-        shape[dim] = int(kept_slices(ids, removed).sum())
-        sizes.setdefault(owner, {})[attribute] = shape
-    coupled = {*coupling.rows, *coupling.columns, *coupling.inner}
-    for name, first in first_names(model).items():
-        owner, _, attribute = name.rpartition(".")
-        # A module that has two names is in `sizes` under its first.
-        known = attribute in ("weight", "bias") and id(model.get_submodule(owner)) in named
-        if first not in coupled or known:
-            continue
-        if attention_of(model, name) is None:
-            shape = list(model.get_parameter(name).shape)
-            for dim, ids in coupling.slices(first):
-                shape[dim] = int(kept_slices(ids, removed).sum())
-            sizes.setdefault(owner, {})[attribute] = shape
+def _sizes_of_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> Sizes:
+    """Return by module the shapes of its tensors, and what of torch's own they do not tell."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    sizes: Sizes = {}
+    inside: set[int] = set()
+
+    def left(tensor: Tensor, slices: Sequence[tuple[int, np.ndarray]]) -> list[int]:
+        shape = list(tensor.shape)
+        for dim, ids in slices:
+            shape[dim] = int(kept_slices(ids, removed).sum())
+        return shape
+
+    for name, module in model.named_modules():
+        own, weight = {}, names.get(id(getattr(module, "weight", None)), "")
+        if isinstance(module, slim.ATTENTIONS):
+            inside |= {id(part) for part in module.modules()}
+            if module.in_proj_weight is not None:
+                slices = coupling.slices(names[id(module.in_proj_weight)])
+                rows, width = left(module.in_proj_weight, slices)
+                own = {"num_heads": rows // (3 * module.head_dim), "embed_dim": width}
+        elif id(module) not in inside:
+            for key, parameter in module.named_parameters(recurse=False):
+                if slices := coupling.slices(names[id(parameter)]):
+                    own[key] = left(parameter, slices)
+        if weight in coupling.norms:
+            own = {slim.NORM_FEATURES: own["weight"][0]}
+        elif "weight" in own and isinstance(module, (*slim.CONVOLUTIONS, nn.GroupNorm)):
+            # A group of a grouped convolution stays if any of its outputs does.
+            key = "num_groups" if isinstance(module, nn.GroupNorm) else "groups"
+            ids = coupling.rows.get(weight, np.full(len(module.weight), -1))
+            kept = kept_slices(ids, removed).reshape(getattr(module, key), -1)
+            own[key] = int(kept.any(axis=1).sum())
+        if own:
+            sizes[name] = own
+    for name, entry in coupling.zeros.items():
+        owner, _, key = name.rpartition(".")
+        sizes.setdefault(owner, {})[key] = left(model.get_buffer(name), [entry])
+    return sizes
 
 
 class Fitting(TorchFunctionMode):
@@ -302,13 +276,6 @@ def smaller_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray) -
     return tensors
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Return by the name of each parameter the first of its names: several where it is shared."""
-    first: dict[int, str] = {}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in every}
-
-
 def slices_left(
     tensor: Tensor, slices: Sequence[tuple[int, np.ndarray]], removed: np.ndarray
 ) -> Tensor:
@@ -329,13 +296,3 @@ def cut(flat: Tensor, layout: Layout, coupling: Coupling, removed: np.ndarray) -
 def kept_slices(ids: np.ndarray, removed: np.ndarray) -> np.ndarray:
     """Return which slices stay, bool [len(ids)]."""
     return (ids < 0) | ~removed[ids]
-
-
-def attention_of(model: nn.Module, name: str) -> nn.MultiheadAttention | slim.SlimAttention | None:
-    """Return the attention module that the parameter `name` belongs to, if any."""
-    path = name.rpartition(".")[0]
-    for candidate in (path, path.rpartition(".")[0]):
-        module = model.get_submodule(candidate)
-        if isinstance(module, slim.ATTENTIONS):
-            return module
-    return None

@@ -22,7 +22,7 @@ SUMMARY = {
         "std": [0.2, 0.2, 0.2],
         "probe": [0.1, -0.1],
         "classes": ["cat", "dog"],
-        "layers": {"0": {"out_channels": 5, "groups": 1, "weight": [5, 3], "calls": {"view": -1}}},
+        "layers": {"0": {"groups": 1, "weight": [5, 3], "calls": {"view": -1}}},
     },
 }
 

@@ -13,11 +13,10 @@ from prunex_mpi.models.inputs import Images, Tokens
 from prunex_mpi.models.standalone import FORMAT
 
 # As export has it for a resnet8 whose last stage kept 5 of 64 channels inside its block.
-INNER = {"in_channels": 32, "out_channels": 5, "groups": 1}
 LAYERS = {
-    "layer3.0.conv1": INNER,
-    "layer3.0.bn1": {"num_features": 5},
-    "layer3.0.conv2": {"in_channels": 5, "out_channels": 64, "groups": 1},
+    "layer3.0.conv1": {"weight": [5, 32, 3, 3], "groups": 1},
+    "layer3.0.bn1": {"weight": [5], "bias": [5]},
+    "layer3.0.conv2": {"weight": [64, 5, 3, 3], "groups": 1},
 }
 MODEL = {"name": "resnet8", "num_classes": 10, "image_size": 32, "stem": ""}
 
@@ -55,9 +54,9 @@ def test_fresh_weights_are_those_of_the_whole_network_cut_and_scaled(tmp_path):
 
 def test_fresh_embeddings_are_cut_and_not_scaled(tmp_path):
     layers = {
-        "embedding": {"embedding_dim": 64},
-        "positions": {"embedding_dim": 64},
-        "blocks.0.mlp.up": {"in_features": 64, "out_features": 512},
+        "embedding": {"weight": [11, 64]},
+        "positions": {"weight": [8, 64]},
+        "blocks.0.mlp.up": {"weight": [512, 64]},
     }
     model = {"name": "gpt_nano", "vocab_size": 11, "context": 8}
     write_plan(tmp_path, model=model, layers=layers)
@@ -74,7 +73,7 @@ def test_fresh_embeddings_are_cut_and_not_scaled(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": 7}, "format 7"),
+        ({"format": 99}, "format 99"),
         ({"model": {**MODEL, "num_classes": 100}}, "is of 100 classes"),
         ({"model": {**MODEL, "image_size": 28}}, "of 28x28 images"),
     ],

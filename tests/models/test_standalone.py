@@ -89,7 +89,7 @@ def test_modules_take_their_sizes():
         nn.Conv2d(3, 8, (3, 1), bias=False),
         nn.Conv2d(8, 16, 3, groups=8),
         nn.BatchNorm2d(16),
-        nn.BatchNorm2d(16, affine=False, track_running_stats=False),
+        nn.GroupNorm(8, 16),
         nn.Linear(16, 4),
         nn.MultiheadAttention(12, 3, batch_first=True),
     )
@@ -97,22 +97,23 @@ def test_modules_take_their_sizes():
     resize_(
         model,
         {
-            "0": {"in_channels": 3, "out_channels": 5, "groups": 1},
-            "1": {"in_channels": 5, "out_channels": 10, "groups": 5},
-            "2": {"num_features": 10},
-            "3": {"num_features": 10},
-            "4": {"in_features": 10, "out_features": 4},
+            "0": {"weight": [5, 3, 3, 1], "groups": 1},
+            "1": {"weight": [10, 1, 3, 3], "bias": [10], "groups": 5},
+            "2": {"weight": [10], "bias": [10]},
+            "3": {"weight": [10], "bias": [10], "num_groups": 5},
+            "4": {"weight": [4, 10]},
             "5": {"num_heads": 3},
         },
     )
     shapes = [tuple(p.shape) for p in model[:5].parameters()]
-    assert shapes == [(5, 3, 3, 1), (10, 1, 3, 3), (10,), (10,), (10,), (4, 10), (4,)]
-    assert model[1].groups == model[1].in_channels == 5
+    assert shapes == [(5, 3, 3, 1), (10, 1, 3, 3), *[(10,)] * 5, (4, 10), (4,)]
+    assert model[0].out_channels == model[1].groups == model[1].in_channels == 5
     assert model[2].running_var.shape == (10,)
+    assert model[2].num_features == model[3].num_channels == model[4].in_features == 10
     assert not model[4].weight.requires_grad
     assert isinstance(model[5], nn.MultiheadAttention)
     with pytest.raises(ValueError, match="a LayerNorm can't be made 2 wide"):
-        resize_(nn.Sequential(nn.LayerNorm((2, 3))), {"0": {"num_features": 2}})
+        resize_(nn.Sequential(nn.LayerNorm((2, 3))), {"0": {"norm_features": 2}})
     with pytest.raises(ValueError, match="a ReLU has no heads"):
         resize_(nn.Sequential(nn.ReLU()), {"0": {"heads": 2}})
 
@@ -120,12 +121,12 @@ def test_modules_take_their_sizes():
 @pytest.mark.parametrize(
     ("module", "sizes"),
     [
-        (nn.Linear(4, 2), {"in_features": 10**12, "out_features": 2}),
-        (nn.ConstantPad2d(2, 0), {"padding.0": 10**9}),
-        (nn.LayerNorm(4), {"num_features": 10**12}),
+        (nn.Linear(4, 2), {"weight": [2, 10**12]}),
+        (nn.Conv2d(4, 4, 1), {"groups": 10**9}),
+        (nn.LayerNorm(4), {"norm_features": 10**12}),
         (nn.MultiheadAttention(4, 2), {"num_heads": 10**12}),
     ],
-    ids=["linear", "padding", "norm", "attention"],
+    ids=["linear", "groups", "norm", "attention"],
 )
 def test_nothing_grows_by_a_plan_of_others(module, sizes):
     with pytest.raises(ValueError, match=r"not 10{9}|larger than it was|can't (be made|have) 10"):
@@ -150,7 +151,7 @@ def test_another_format_and_weights_of_other_sizes_are_refused(tmp_path):
     write(tmp_path, format=99)
     with pytest.raises(ValueError, match="format 99"):
         load(tmp_path)
-    write(tmp_path, layers={"fc": {"in_features": 60, "out_features": 10}})
+    write(tmp_path, layers={"fc": {"weight": [10, 60]}})
     with pytest.raises(RuntimeError, match=r"fc\.weight"):
         load(tmp_path)
 

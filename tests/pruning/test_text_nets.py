@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.models.slim import SlimRMSNorm, as_rms_norm, doubled
+from prunex_mpi.models.slim import SlimNorm, as_rms_norm, doubled
 from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.coupling import find_coupling
@@ -173,7 +173,7 @@ def test_norms_are_recognised_by_what_they_compute():
     half = nn.RMSNorm(6, eps=1e-5).bfloat16()
     for norm, given in ((nn.RMSNorm(6), x), (half, x.bfloat16())):
         torch.testing.assert_close(as_rms_norm(norm)(given), norm(given))
-    slim = SlimRMSNorm.fitting(nn.RMSNorm(6), 4)
+    slim = SlimNorm.fitting(nn.RMSNorm(6), 4)
     torch.testing.assert_close(slim(x[:, :4]), nn.RMSNorm(6)(padded(x[:, :4]))[:, :4])
 
 

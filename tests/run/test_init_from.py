@@ -192,7 +192,7 @@ def test_the_classes_of_another_run_are_compared_by_name(tmp_path, caplog):
 def test_a_run_that_made_its_network_smaller_says_so(tmp_path):
     model = build_model("resnet8-w4", Images(8, 10))
     save_file(model.state_dict(), tmp_path / "state.safetensors")
-    delivered = {**DELIVERED, "layers": {"conv1": {"out_channels": 4}}}
+    delivered = {**DELIVERED, "layers": {"conv1": {"weight": [4, 3, 3, 3]}}}
     summary = {"status": "completed", "delivered": delivered}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     for name, word in (("resnet8", "became smaller"), ("resnet8-w4", "")):
@@ -204,9 +204,9 @@ def test_a_run_that_made_its_network_smaller_says_so(tmp_path):
 
 
 def test_what_became_smaller_is_trained_on_by_the_way_that_the_refusals_name(tmp_path):
-    layers = {"layer3.0.conv1": {"in_channels": 32, "out_channels": 5, "groups": 1}}
-    layers |= {"layer3.0.bn1": {"num_features": 5}}
-    layers |= {"layer3.0.conv2": {"in_channels": 5, "out_channels": 64, "groups": 1}}
+    layers = {"layer3.0.conv1": {"weight": [5, 32, 3, 3]}}
+    layers |= {"layer3.0.bn1": {"weight": [5], "bias": [5]}}
+    layers |= {"layer3.0.conv2": {"weight": [64, 5, 3, 3]}}
     description = describe("resnet8", Images(8, 10), "")
     (tmp_path / "model").mkdir()
     plan = {"format": FORMAT, "model": description, "layers": layers, "normalisation": LOOK}

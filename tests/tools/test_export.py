@@ -154,8 +154,8 @@ def test_a_run_becomes_smaller_and_says_so(own_run, tmp_path, capsys):
     plan = json.loads((own_run / "model/plan.json").read_text())
     assert plan["format"] == standalone.FORMAT == FORMAT
     assert plan["model"]["name"] == "exported_models:net"
-    assert plan["layers"]["0"] == {"in_channels": 3, "out_channels": 4, "groups": 1}
-    assert plan["layers"]["7"] == {"in_features": 3, "out_features": 10}
+    assert plan["layers"]["0"] == {"weight": [4, 3, 3, 3], "bias": [4], "groups": 1}
+    assert plan["layers"]["7"] == {"weight": [10, 3]}
     assert plan["test_accuracy"] == accuracy
     assert plan["stays"] == []
     assert len(plan["forward_s"]) == 2 and min(plan["forward_s"]) > 0
@@ -176,7 +176,7 @@ def test_a_network_that_became_smaller_in_training_is_exported(own_run, capsys):
     tensors = load_file(own_run / "state.safetensors")
     # Some of the 8 and 6 channels have gone.
     layers = summary["delivered"]["layers"]
-    widths = layers["0"]["out_channels"], layers["3"]["out_channels"]
+    widths = layers["0"]["weight"][0], layers["3"]["weight"][0]
     assert 14 > sum(widths) >= 2
     assert tensors["3.weight"].shape == (widths[1], widths[0], 3, 3)
     parameters = [t.numel() for key, t in tensors.items() if key.endswith(("weight", "bias"))]
@@ -202,11 +202,11 @@ def test_a_network_that_became_smaller_in_training_is_exported(own_run, capsys):
     ("layers", "words"),
     [
         ({}, "is not the one of the run"),
-        ({"0": {"out_channels": 5, "in_channels": 3, "groups": 1}}, "is not the one of the run"),
-        ({"0": {"out_channels": 5}}, "does not take the sizes of the run"),
-        ({"0": {"out_channels": "x", "in_channels": 3, "groups": 1}}, "layers.0.out_channels"),
+        ({"0": {"weight": [5, 3, 3, 3]}}, "is not the one of the run"),
+        ({"0": {"weight": [9, 3, 3, 3]}}, "does not take the sizes of the run"),
+        ({"0": {"groups": "x"}}, "layers.0.groups"),
         ({"nowhere": {}}, "does not take the sizes of the run"),
-        ({"2": {"num_features": 4}}, "does not take the sizes of the run"),
+        ({"2": {"norm_features": 4}}, "does not take the sizes of the run"),
         ({"0": 3}, "(layers.0)"),
         (3, "(layers)"),
     ],
