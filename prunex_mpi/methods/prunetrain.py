@@ -31,9 +31,7 @@ class PruneTrain(Exchange):
     def allocate(self) -> None:
         state = self.state
         coupling = state.groups.coupling.left(state.mask.bits)
-        self.channels = lasso.build_lasso(state.layout, coupling, state.theta.device)
-        # A channel's outputs and inputs are groups of their own in each layer.
-        self.penalty = lasso.one_group_per_layer(self.channels)
+        self.penalty = lasso.build_lasso(state.layout, coupling, state.theta.device)
 
     @staticmethod
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
@@ -69,7 +67,7 @@ class PruneTrain(Exchange):
         removed = np.zeros(state.mask.bits.size, dtype=bool)
         if everyone.comm.rank == 0:
             how = state.groups, state.mask.bits, self.options.threshold
-            removed = lasso.emptied(state.theta, self.channels, *how)
+            removed = lasso.emptied(state.theta, self.penalty, *how)
         removed = everyone.broadcast_bits(removed, kind="mask")
         if not removed.any():
             return False

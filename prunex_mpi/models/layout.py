@@ -148,33 +148,20 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             continue
         reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         start = tensor.data_ptr()
-        spans.append((start, start + (reach + 1) * tensor.element_size(), name, tensor))
+        spans.append((start, start + (reach + 1) * tensor.element_size(), name))
         repeats = any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         if repeats and name in trained:
             raise UserError(f"elements of {name} share memory: give the model a copy of it")
     spans.sort(key=lambda span: span[0])
-    for number, (_, stop, name, tensor) in enumerate(spans):
-        for start, _, other_name, other in spans[number + 1 :]:
+    for number, (_, stop, name) in enumerate(spans):
+        for start, _, other_name in spans[number + 1 :]:
             if start >= stop:
                 break
-            if {name, other_name} & trained and _overlap(tensor, other):
+            if {name, other_name} & trained:
                 raise UserError(
                     f"{name} and {other_name} share memory: let both modules have one nn.Parameter "
                     "to tie them, or give one of them a copy"
                 )
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage have an element in common."""
-    if one.element_size() != other.element_size():
-        return True
-    places = [
-        torch.arange(t.untyped_storage().nbytes() // t.element_size())
-        .as_strided(t.shape, t.stride(), t.storage_offset())
-        .flatten()
-        for t in (one, other)
-    ]
-    return bool(torch.isin(*places).any())
 
 
 def flatten_(model: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -23,10 +23,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORM_FEATURES, CALLS = "norm_features", "calls"
 # Sizes of inputs at which an epsilon of RMSNorm shows.
 RMS_SCALES = (1.0, 1e-2, 1e-3, 1e-4, 1e-5)
-BATCH_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @torch.no_grad()

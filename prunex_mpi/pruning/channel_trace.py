@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +38,6 @@ from prunex_mpi.pruning.labels import (
 # Where a forward pass is
 # --------------------------------------------------------------------------------------------------
 
-# A module's name and the number, from 0, of a torch function that its own code calls.
-Call = tuple[str, int]
-
 
 @dataclass(frozen=True)
 class Rules:
@@ -50,8 +48,8 @@ class Rules:
     """
 
     layers: bool = False
-    arguments: frozenset[Call] = frozenset()
-    all_before: frozenset[Call] = frozenset()
+    arguments: frozenset[Site] = frozenset()
+    all_before: frozenset[Site] = frozenset()
 
     def text(self) -> str:
         """Return the rules as JSON, for `rules_of`."""
@@ -72,23 +70,11 @@ class Places:
 
     def __init__(self) -> None:
         self.inside: list[str] = []
-        self.calls: list[int] = []
         self.lines: list[dict[str, int]] = []
 
-    @property
-    def module(self) -> str:
-        """The innermost module, whose code is running; "" is the whole model."""
-        return self.inside[-1] if self.inside else ""
-
-    def count(self) -> Call:
-        """Count a call of the code that is running and return it."""
-        if not self.inside:
-            return "", -1
-        self.calls[-1] += 1
-        return self.inside[-1], self.calls[-1] - 1
-
-    def site(self, line: str) -> Site:
-        """Count a torch call in `line` of the code that is running and return where it is."""
+    def site(self, frame: FrameType) -> Site:
+        """Count the torch call that `frame` makes and return where it is."""
+        line = call_site(frame)
         if not self.inside:
             return "", "", 0
         number = self.lines[-1][line] = self.lines[-1].get(line, -1) + 1
@@ -97,30 +83,28 @@ class Places:
     def enter(self, name: str) -> None:
         """Push the module `name`."""
         self.inside.append(name)
-        self.calls.append(0)
         self.lines.append({})
 
     def leave(self) -> None:
         """Pop the innermost module."""
         self.inside.pop()
-        self.calls.pop()
         self.lines.pop()
 
 
 class Failing(TorchFunctionMode):
-    """Record in `call` the torch function call that raises."""
+    """Record in `site` the torch function call that raises."""
 
     def __init__(self, places: Places) -> None:
         super().__init__()
         self.places = places
-        self.call: Call | None = None
+        self.site: Site | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        call = self.places.count()
+        site = self.places.site(sys._getframe(1))
         try:
             return func(*args, **(kwargs or {}))
         except Exception:
-            self.call = call
+            self.site = site
             raise
 
 
@@ -167,7 +151,6 @@ BY_NAME = {
     "multi_head_attention_forward": label_attention.attend_module,
     "pad": label_layers.pad,
     "group_norm": label_layers.normalise_groups,
-    "instance_norm": label_layers.normalise_each,
     **dict.fromkeys(("prelu", "_prelu_kernel"), label_layers.bend),
     "scaled_dot_product_attention": label_attention.attend,
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), label_attention.multiply_matrices),
@@ -188,14 +171,13 @@ class Trace(TorchFunctionMode):
         self.trials: dict[Hashable, Trial] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, call = kwargs or {}, self.places.count()
-        labels = self.labels
-        labels.operation = _plain_name(func)
-        labels.site, labels.given = self.places.site(call_site(sys._getframe(1))), (args, kwargs)
-        if call in self.rules.all_before:
+        kwargs, labels = kwargs or {}, self.labels
+        labels.operation, labels.given = _plain_name(func), (args, kwargs)
+        labels.site = self.places.site(sys._getframe(1))
+        if labels.site in self.rules.all_before:
             labels.pin_all(f"{labels.operation} counts them; {NUMBER}")
         result = func(*args, **kwargs)
-        if call in self.rules.arguments:
+        if labels.site in self.rules.arguments:
             labels.pin([args, kwargs], f"{labels.operation} counts its channels; {NUMBER}")
         if result is None and getattr(func, "__name__", "") != "__get__":
             # For example an assignment to a part of a tensor.

@@ -40,8 +40,9 @@ from prunex_mpi.pruning.labels import (
     Cut,
     Labels,
     Mixed,
-    Site,
+    Request,
     Size,
+    Wanted,
     distinct,
     first_along,
     varying,
@@ -60,19 +61,6 @@ class ChannelSet:
     start: int
     count: int
     unit: int
-
-
-# What an argument must be: as many as the ids that are left, times a sign; a number; anything.
-Wanted = tuple[int, np.ndarray] | float | None
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """What the arguments of a torch call must be, or the sizes of its `pieces`; see `Request`."""
-
-    site: Site
-    wanted: tuple[Wanted, ...]
-    pieces: bool
 
 
 @dataclass(frozen=True)
@@ -95,9 +83,9 @@ class Coupling:
     positions: dict[str, int]
     excluded: tuple[str, ...]
     inner: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
-    calls: tuple[Numbers, ...] = ()
+    calls: tuple[Request, ...] = ()
     norms: frozenset[str] = frozenset()
-    mixed: tuple[tuple[Mixed, np.ndarray], ...] = ()
+    mixed: tuple[Mixed, ...] = ()
     transposed: frozenset[str] = frozenset()
     inputs: Inputs | None = None
     zeros: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
@@ -141,7 +129,7 @@ class Coupling:
             inner={name: (dim, of(ids)) for name, (dim, ids) in self.inner.items()},
             zeros={name: (dim, of(ids)) for name, (dim, ids) in self.zeros.items()},
             calls=tuple(replace(c, wanted=tuple(map(of_size, c.wanted))) for c in self.calls),
-            mixed=tuple((call, of(ids)) for call, ids in self.mixed),
+            mixed=tuple(replace(call, labels=of(call.labels)) for call in self.mixed),
         )
 
 
@@ -314,7 +302,7 @@ def _collect(labels: Labels) -> Coupling:
         inner,
         _numbers(labels, translate),
         frozenset(labels.norms & rows.keys()),
-        tuple((call, translate(found)) for call, found in _mixed(labels)),
+        tuple(replace(call, labels=translate(call.labels)) for call in _mixed(labels)),
         transposed=frozenset(transposed),
         zeros=zeros,
     )
@@ -331,13 +319,13 @@ def _pieces(labels: Labels) -> dict[int, list[int]]:
     return found
 
 
-def _numbers(labels: Labels, translate: Callable[[np.ndarray], np.ndarray]) -> tuple[Numbers, ...]:
+def _numbers(labels: Labels, translate: Callable[[np.ndarray], np.ndarray]) -> tuple[Request, ...]:
     """Return the calls whose arguments depend on the groups that are left."""
 
     # Many numbers are sizes of the same tensor.
     known: dict[int, dict[int, np.ndarray]] = {}
 
-    def of(wanted: Size | float | None) -> Wanted:
+    def of(wanted: Wanted) -> Wanted:
         if not isinstance(wanted, Size):
             return wanted
         if (along := known.get(id(wanted.labels))) is None:
@@ -353,19 +341,16 @@ def _numbers(labels: Labels, translate: Callable[[np.ndarray], np.ndarray]) -> t
     for call in labels.calls:
         wanted = tuple(map(of, call.wanted))
         if any(w is not None for w in wanted):
-            found.append(Numbers(call.site, wanted, call.pieces))
+            found.append(replace(call, wanted=wanted))
     return tuple(found)
 
 
-def _mixed(labels: Labels) -> list[tuple[Mixed, np.ndarray]]:
-    """Return the calls that read several groups together, with their labels."""
-    found = []
-    for call in labels.mixed:
-        roots = labels.roots(call.labels)
-        # Otherwise they read a single channel or group.
-        if call.dim in varying(roots):
-            found.append((replace(call, labels=None), first_along(roots, call.dim)))
-    return found
+def _mixed(labels: Labels) -> list[Mixed]:
+    """Return the calls that read several groups together, with their labels along `dim`."""
+    found = [(call, labels.roots(call.labels)) for call in labels.mixed]
+    # Otherwise they read a single channel or group.
+    several = [(call, roots) for call, roots in found if call.dim in varying(roots)]
+    return [replace(call, labels=first_along(roots, call.dim)) for call, roots in several]
 
 
 def _along_one_dimension(labels: Labels) -> dict[str, tuple[int, np.ndarray]]:

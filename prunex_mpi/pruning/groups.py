@@ -19,7 +19,7 @@ and, beyond the paper,
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import Ends
-from prunex_mpi.models.layout import Layout, tile_length
+from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.slim import CONVOLUTIONS
 from prunex_mpi.pruning.coupling import Coupling
 
@@ -219,20 +219,6 @@ def gemm_view(flat: Tensor, layout: Layout, layer: PrunableLayer) -> Tensor:
     """Return one prunable layer of `flat` as a view [blocks, rows, columns]."""
     piece = flat[layout.segments[layer.segment].place]
     return piece.view(layer.blocks, layer.rows, layer.columns)
-
-
-def cut_view(view: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the (blocks, rows) slices of the tiles of a view of `gemm_views`."""
-    blocks, rows, columns = view.shape
-    whole, length = slice(None), tile_length(view.device)
-    if view.numel() <= length:
-        yield whole, whole
-    elif blocks == 1:
-        step = max(1, length // columns)
-        yield from ((whole, slice(start, start + step)) for start in range(0, rows, step))
-    else:
-        step = max(1, length // (rows * columns))
-        yield from ((slice(start, start + step), whole) for start in range(0, blocks, step))
 
 
 # --------------------------------------------------------------------------------------------------

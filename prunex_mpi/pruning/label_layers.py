@@ -321,27 +321,6 @@ def normalise_groups(
     labels.label(result, found)
 
 
-def normalise_each(
-    labels: Labels,
-    result: Tensor,
-    x: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *rest: object,
-    **options: object,
-) -> None:
-    """Tie InstanceNorm's gamma and beta to the channels of `x`; without them zero stays zero."""
-    if running_mean is None and weight is None:
-        labels.label(result, *labels.of(x))
-    elif running_mean is None:
-        normalise_batch(labels, result, x, None, None, weight, bias)
-    else:
-        reason = "an InstanceNorm with statistics passes a constant; take it without"
-        labels.keep([x], [result], reason)
-
-
 def bend(labels: Labels, result: Tensor, x: Tensor, weight: Tensor) -> None:
     """Tie PReLU's slopes, unless it is one for all, to the channels of `x`."""
     found, zero = labels.of(x)

@@ -50,15 +50,20 @@ class Size:
 Site = tuple[str, str, int]
 
 
+# What an argument must be: a size, which `coupling` turns into a sign and the ids that it counts; a
+# number; anything.
+Wanted = Size | tuple[int, np.ndarray] | float | None
+
+
 @dataclass(frozen=True)
 class Request:
-    """A call of a module's code with numbers: what is wanted of each argument, None for any.
+    """A call of a module's code with numbers: what is wanted of each argument.
 
     `pieces`: instead these are the sizes of what the call cuts its first argument into.
     """
 
     site: Site
-    wanted: tuple[Size | float | None, ...]
+    wanted: tuple[Wanted, ...]
     pieces: bool = False
 
 
@@ -68,11 +73,12 @@ class Mixed:
 
     Where it is `filled` it gets zeros for those that are absent, and `numbers` as in the whole
     network; what it returns is without them along `back`, None where that has no channels.
+    `coupling` turns the `labels` of the argument into ids along `dim`.
     """
 
     site: Site
     place: int
-    labels: Tensor | None
+    labels: Tensor | np.ndarray | None
     dim: int
     filled: bool
     back: int | None
@@ -265,7 +271,7 @@ class Labels:
             known[name] = labels
         return True
 
-    def request(self, wanted: Sequence[Size | float | None], pieces: bool = False) -> None:
+    def request(self, wanted: Sequence[Wanted], pieces: bool = False) -> None:
         """Record what is wanted of the arguments of the call that is being followed."""
         # Torch's own modules are resized by their attributes.
         if self.site[1] and any(w is not None for w in wanted):
@@ -394,6 +400,7 @@ RESHAPING = ("view", "reshape", "expand", "unflatten")
 CUTTING = ("chunk", "split", "tensor_split", "unbind", "__getitem__", "select", "narrow")
 INSTEAD = {
     "local_response_norm": "nn.BatchNorm2d",
+    "instance_norm": "nn.BatchNorm2d",
     "lp_pool2d": "nn.AvgPool2d",
     "conv_transpose2d": "nn.Upsample and nn.Conv2d",
     "einsum": "matmul or a product",

@@ -19,7 +19,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 
 import numpy as np
 import torch
@@ -33,7 +32,6 @@ from prunex_mpi.pruning.groups import (
     Budget,
     Groups,
     Selection,
-    cut_view,
     gemm_views,
 )
 from prunex_mpi.pruning.masks import kept_numel
@@ -70,7 +68,7 @@ def group_squared_norms(
             squared_norms.append(sums.view(-1))
             continue
         by_row = selection.kind == "filter"
-        sums = torch.cat(_slice_squares(views[number], (by_row, not by_row), gone[number]))
+        (sums,) = _slice_squares(views[number], (by_row, not by_row), gone[number])
         if selection.kind == "channel":
             sums = sums.view(layer.blocks * layer.channels, layer.kernel).sum(dim=1)
         squared_norms.append(sums)
@@ -78,21 +76,9 @@ def group_squared_norms(
 
 
 def _slice_squares(view: Tensor, dims: Sequence[bool], pruned: Tensor | None) -> list[Tensor]:
-    """Return the squares of `view` summed by row [blocks * rows], column or both, in parts.
-
-    Works tile by tile, so that squares stay in the cache.
-    """
-    by_row, by_column = [], []
-    for at in cut_view(view):
-        squares = _squares(view[at], None if pruned is None else pruned[at])
-        if dims[0]:
-            by_row.append(squares.sum(dim=2).view(-1))
-        if dims[1]:
-            by_column.append(squares.sum(dim=1).view(-1))
-    # Tiles are blocks or, of a single block, rows.
-    if len(view) == 1 and by_column:
-        by_column = [reduce(Tensor.add_, by_column)]
-    return by_row + by_column
+    """Return the squares of `view` summed by row [blocks * rows], by column or both."""
+    squares = _squares(view, pruned)
+    return [squares.sum(dim).view(-1) for dim, wanted in zip((2, 1), dims, strict=True) if wanted]
 
 
 def _squares(view: Tensor, pruned: Tensor | None) -> Tensor:
@@ -136,22 +122,13 @@ def gate_gradients(grad: Tensor, weights: Tensor, layout: Layout, groups: Groups
     no weight does. `grad` and `weights` are flat.
     """
     mine, theirs = gemm_views(grad, layout, groups), gemm_views(weights, layout, groups)
-    sums = [_sum_products(mine[at], theirs[at], by_row) for at, by_row, _ in groups.gates]
+    sums = [
+        (mine[at] * theirs[at]).sum(2 if by_row else (0, 1)).view(-1)
+        for at, by_row, _ in groups.gates
+    ]
     places = torch.from_numpy(np.concatenate([ids for _, _, ids in groups.gates]))
     found = grad.new_zeros(groups.total + 1)
     return found.index_add_(0, places.to(grad.device, non_blocking=True), torch.cat(sums))[:-1]
-
-
-def _sum_products(first: Tensor, second: Tensor, by_row: bool) -> Tensor:
-    """Return the products summed by row [blocks * rows], or by column over blocks [columns]."""
-    rows, columns = first.new_empty(first.shape[:2]), first.new_zeros(first.shape[2])
-    for at in cut_view(first):
-        products = first[at] * second[at]
-        if by_row:
-            torch.sum(products, dim=2, out=rows[at])
-        else:
-            columns += products.sum(dim=(0, 1))
-    return rows.view(-1) if by_row else columns
 
 
 # --------------------------------------------------------------------------------------------------

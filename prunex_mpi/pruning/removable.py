@@ -16,7 +16,7 @@ Before training, copies without some channels are tried (`find_rules`).
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,19 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunex_mpi.base.errors import UserError, enumerated, one_line
+from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.slim import CONVOLUTIONS, doubled
-from prunex_mpi.pruning.channel_trace import (
-    NO_RULES,
-    Call,
-    Failing,
-    Places,
-    Rules,
-    following,
-)
+from prunex_mpi.pruning.channel_trace import NO_RULES, Failing, Places, Rules, following
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling, find_coupling
+from prunex_mpi.pruning.labels import Site
 from prunex_mpi.pruning.shrink import (
     WEIGHT,
     kept_slices,
@@ -47,7 +41,6 @@ from prunex_mpi.pruning.shrink import (
 )
 
 LAYERS = (*CONVOLUTIONS, nn.Linear)
-SHOWN = 2  # names per line of a report
 # Largest difference of outputs, relative to the largest output or 1, in float64 and below.
 EXACT, TOLERANCE = 1e-9, 1e-3
 NOISE = 0.1
@@ -72,7 +65,7 @@ def find_removable(model: nn.Module, coupling: Coupling, images: Tensor) -> Verd
     written, read = (_used(weights, side, coupling.total) for side in (makers, readers))
     # Norms read all channels, and so do other calls.
     together = [coupling.rows[name] for name in coupling.norms]
-    together += [ids for _, ids in coupling.mixed]
+    together += [call.labels for call in coupling.mixed]
     felt = np.isin(np.arange(coupling.total), np.concatenate([*together, [-1]]))
     active = _activity(model, taken, images, coupling.total)
     nothing = np.zeros(coupling.total, dtype=bool)
@@ -85,6 +78,13 @@ def find_removable(model: nn.Module, coupling: Coupling, images: Tensor) -> Verd
             if name not in readers or readers[name][0] != dim:
                 is_made |= _carried(ids, ~_zero_slices(weight, dim), coupling.total)
     removed = ~(is_read | felt) | ~is_made | ~(is_written | is_active | felt)
+    silent, unread = ~is_written, ~is_read
+    reasons = (
+        (silent, "the filters are zero, but BatchNorm or a bias passes a constant"),
+        (~silent & _idle(made, written), "the filters are zero in some but not all of its layers"),
+        (unread, "read by no weight, but by a norm of all channels"),
+        (~silent & ~unread & _idle(taken, read), "ignored by some but not all layers"),
+    )
     lines = []
     for s in coupling.sets:
         part = slice(s.start, s.start + s.count)
@@ -92,31 +92,10 @@ def find_removable(model: nn.Module, coupling: Coupling, images: Tensor) -> Verd
             removed[s.start] = False
             lines.append(f"{_channels(s, 1)}: all of the set could be removed, but one must stay")
             continue
-        stays = ~removed[part]
-        silent = stays & ~is_written[part]
-        if silent.any():
-            lines.append(
-                f"{_channels(s, silent.sum())}: the filters are zero, but BatchNorm or a bias "
-                f"passes a constant to {_names(active, part, silent)}"
-            )
-        partly = stays & is_written[part] & _some_idle(made, written, part)
-        if partly.any():
-            lines.append(
-                f"{_channels(s, partly.sum())}: the filters are zero in some but not all of "
-                f"{_carriers(made, written, s)}"
-            )
-        normed = stays & ~is_read[part]
-        if normed.any():
-            lines.append(
-                f"{_channels(s, normed.sum())}: read by no weight, but by a norm of all channels"
-            )
-        unread = stays & is_read[part] & is_written[part] & _some_idle(taken, read, part)
-        if unread.any():
-            lines.append(
-                f"{_channels(s, unread.sum())}: ignored by some but not all of "
-                f"{_carriers(taken, read, s)}"
-            )
-    return Verdict(removed, (*lines, *_zeros_elsewhere(weights, coupling)))
+        for found, reason in reasons:
+            if count := np.count_nonzero(found[part] & ~removed[part]):
+                lines.append(f"{_channels(s, count)}: {reason}")
+    return Verdict(removed, tuple(lines))
 
 
 def _used(
@@ -186,33 +165,10 @@ def _channels(s: ChannelSet, count: int) -> str:
     return f"{count} {what}{'s' if count != 1 else ''} of {s.name.removesuffix(WEIGHT)}"
 
 
-def _some_idle(
-    ids: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], part: slice
-) -> np.ndarray:
-    """Return which groups of a set are all zero in a weight of `found` that has their slices."""
-    idle = np.zeros(part.stop - part.start, dtype=bool)
-    for name, marks in found.items():
-        idle |= (_carried(ids[name], True, len(marks)) & ~marks)[part]
-    return idle
-
-
-def _carriers(ids: Mapping[str, np.ndarray], among: Iterable[str], s: ChannelSet) -> str:
-    """Return the weights of `among` in which a set has slices."""
-    return _join(
-        name for name in among if ((ids[name] >= s.start) & (ids[name] < s.start + s.count)).any()
-    )
-
-
-def _names(found: Mapping[str, np.ndarray], part: slice, among: np.ndarray) -> str:
-    """Return the weights of `found` that mark a group `among` those of a set."""
-    names = [name for name, marks in found.items() if (marks[part] & among).any()]
-    return _join(names or ["a norm of all channels"])
-
-
-def _join(names: Iterable[str]) -> str:
-    plain = [name.removesuffix(WEIGHT) for name in names]
-    more = [f"{len(plain) - SHOWN} more"] if len(plain) > SHOWN else []
-    return enumerated([*plain[:SHOWN], *more])
+def _idle(ids: Mapping[str, np.ndarray], used: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return which groups are all zero in a weight that has their slices, bool [groups]."""
+    found = [_carried(ids[name], True, len(marks)) & ~marks for name, marks in used.items()]
+    return np.logical_or.reduce(found)
 
 
 def zeros_that_stay(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -228,23 +184,6 @@ def zeros_that_stay(tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def _zeros_elsewhere(weights: Mapping[str, Tensor], coupling: Coupling) -> list[str]:
-    """Return lines for zero filters that belong to no group."""
-    lines = []
-    for name, weight in weights.items():
-        if weight.dim() < 2 or name not in coupling.positions:
-            continue
-        own = 1 if name in coupling.transposed else 0
-        dim, ids = coupling.makers().get(name, (own, np.full(weight.shape[own], -1)))
-        count = int((_zero_slices(weight, dim) & (ids < 0)).sum())
-        if count:
-            reason = next((e for e in coupling.excluded if e.startswith(f"{name} [")), "")
-            why = reason.partition(": ")[2] or "they meet what cannot be removed"
-            plural = "s" if count > 1 else ""
-            lines.append(f"{count} zero filter{plural} of {name.removesuffix(WEIGHT)}: {why}")
-    return lines
-
-
 # --------------------------------------------------------------------------------------------------
 # Whether a network works without them
 # --------------------------------------------------------------------------------------------------
@@ -255,7 +194,7 @@ class Failure:
     """Why a smaller network fails or differs, and the torch call that raised."""
 
     reason: str
-    call: Call | None = None
+    site: Site | None = None
 
 
 def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = NO_RULES) -> Rules:
@@ -279,7 +218,7 @@ def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = NO_RULES) -> Rul
         failure = next((failure for failure in attempts if failure is not None), None)
         if failure is None:
             return rules
-        calls = _calls_alike(model, failure.call)
+        calls = _calls_alike(model, failure.site)
         if calls - rules.arguments:
             rules = replace(rules, arguments=rules.arguments | calls)
         elif calls - rules.all_before:
@@ -291,14 +230,14 @@ def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = NO_RULES) -> Rul
             )
 
 
-def _calls_alike(model: nn.Module, call: Call | None) -> frozenset[Call]:
+def _calls_alike(model: nn.Module, site: Site | None) -> frozenset[Site]:
     """Return the call and its counterparts in modules of a user's same class; none for None."""
-    if call is None:
+    if site is None:
         return frozenset()
-    (name, number), kind = call, type(model.get_submodule(call[0]))
+    kind = type(model.get_submodule(site[0]))
     alike = [n for n, module in model.named_modules() if type(module) is kind]
     own = kind.__module__.startswith("torch.")
-    return frozenset((n, number) for n in ([name] if own else alike))
+    return frozenset((n, *site[1:]) for n in ([site[0]] if own else alike))
 
 
 @torch.no_grad()
@@ -328,7 +267,7 @@ def attempt(
                 found = smaller(given_double)
     # The model's own code may raise anything at other sizes.
     except Exception as error:
-        return Failure(one_line(error), failing.call)
+        return Failure(one_line(error), failing.site)
     allowed = EXACT
     if wanted is None:
         wanted, allowed = masked(given), TOLERANCE

@@ -15,8 +15,8 @@ from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
 from prunex_mpi.pruning.channel_trace import Places, following
-from prunex_mpi.pruning.coupling import Coupling, Numbers
-from prunex_mpi.pruning.labels import Mixed, Site
+from prunex_mpi.pruning.coupling import Coupling
+from prunex_mpi.pruning.labels import Mixed, Request, Site
 
 WEIGHT = ".weight"
 # Modules of torch, whose numbers are stated by name.
@@ -41,7 +41,7 @@ def resized(model: nn.Module, coupling: Coupling, removed: np.ndarray, sizes: Si
 def smaller_sizes(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> Sizes:
     """Return the sizes of every module that has coupled groups, for `standalone.resize_`."""
     sizes = _sizes_of_tensors(model, coupling, removed)
-    sites = {c.site for c in coupling.calls} | {c.site for c, _ in coupling.mixed if c.filled}
+    sites = {c.site for c in (*coupling.calls, *coupling.mixed) if getattr(c, "filled", True)}
     calls: dict[str, slim.Calls] = {}
     if sites and removed.any():
         calls, numbers = _find_calls(model, coupling, removed, sizes)
@@ -111,31 +111,36 @@ def _sizes_of_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray)
 
 
 class Fitting(TorchFunctionMode):
-    """Correct all torch calls as `numbers` says without `removed`; note in `found` which differ."""
+    """Give torch calls the numbers that fit without `removed`; note in `found` which differ."""
 
     def __init__(
         self, places: Places, coupling: Coupling, removed: np.ndarray, before: dict[str, slim.Calls]
     ) -> None:
         super().__init__()
         self.places, self.removed, self.before = places, removed, before
-        self.wanted: dict[Site, list[Numbers | tuple[Mixed, np.ndarray]]] = {}
-        filled = [(call.site, (call, ids)) for call, ids in coupling.mixed if call.filled]
-        sites = {site for site, _ in filled}
-        asked = [(entry.site, entry) for entry in coupling.calls if entry.site not in sites]
-        for site, entry in asked + filled:
-            self.wanted.setdefault(site, []).append(entry)
+        self.wanted: dict[Site, list[Request | Mixed]] = {}
+        filled = [call for call in coupling.mixed if call.filled]
+        sites = {call.site for call in filled}
+        for call in [*(c for c in coupling.calls if c.site not in sites), *filled]:
+            self.wanted.setdefault(call.site, []).append(call)
         self.runs: dict[Site, list[object]] = {}
         self.found: dict[str, slim.Calls] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        site = self.places.site(slim.call_site(sys._getframe(1)))
+        site = self.places.site(sys._getframe(1))
         if site not in self.wanted:
             return func(*args, **kwargs)
         before = self.runs.setdefault(site, [])
         # A module that runs several times asks several times.
-        numbers = self.wanted[site][min(len(before), len(self.wanted[site]) - 1)]
-        given = self.correction(numbers, func, args, kwargs)
+        call = self.wanted[site][min(len(before), len(self.wanted[site]) - 1)]
+        leaves = slim.flatten((args, kwargs))
+        if isinstance(call, Mixed):
+            given = self.fill(call, leaves)
+        elif call.pieces:
+            given = self.cut(call, func, args, kwargs)
+        else:
+            given = self.correct(call, leaves)
         before.append(given)
         if given != before[0]:
             raise RuntimeError(f"{func.__name__} gets other channels each time")
@@ -147,36 +152,37 @@ class Fitting(TorchFunctionMode):
         known[number] = given
         return slim.call_corrected(given, func, args, kwargs)
 
-    def correction(
-        self, numbers: Numbers | tuple[Mixed, np.ndarray], func, args: tuple, kwargs: dict
-    ) -> object:
-        """Return what a call must get instead of what it asks for, None where that is the same."""
-        if not isinstance(numbers, Numbers):
-            return self.fill(*numbers, slim.flatten((args, kwargs)))
-        wanted = [
+    def left(self, call: Request) -> list[float | None]:
+        """Return what is wanted of each argument, None for anything."""
+        return [
             w[0] * int(kept_slices(w[1], self.removed).sum()) if isinstance(w, tuple) else w
-            for w in numbers.wanted
+            for w in call.wanted
         ]
-        if numbers.pieces:
-            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-            try:
-                same = [piece.shape[dim] for piece in func(*args, **kwargs)] == wanted
-            # Sizes that do not add up.
-            except RuntimeError:
-                same = False
-            return None if same else {"sizes": wanted}
+
+    def cut(self, call: Request, func, args: tuple, kwargs: dict) -> object:
+        """Return the sizes of pieces, None where the call makes them so."""
+        wanted, dim = self.left(call), kwargs.get("dim", args[2] if len(args) > 2 else 0)
+        try:
+            same = [piece.shape[dim] for piece in func(*args, **kwargs)] == wanted
+        # Sizes that do not add up.
+        except RuntimeError:
+            same = False
+        return None if same else {"sizes": wanted}
+
+    def correct(self, call: Request, leaves: list[object]) -> object:
+        """Return [asked, wanted] for each argument, None where all are as wanted."""
         pairs = [
             [asked, want] if want is not None and asked not in (want, -1, None) else None
-            for asked, want in zip(slim.flatten((args, kwargs)), wanted, strict=True)
+            for asked, want in zip(leaves, self.left(call), strict=True)
         ]
         return pairs if any(pairs) else None
 
-    def fill(self, call: Mixed, ids: np.ndarray, leaves: list[object]) -> object:
+    def fill(self, call: Mixed, leaves: list[object]) -> object:
         """Return with which zeros, and with which numbers, a call mixes channels."""
         name, line, number = call.site
         known = self.before.get(name, {}).get(line, [])[number : number + 1]
         before = known[0] if known and isinstance(known[0], dict) else None
-        size, places = len(ids), np.arange(len(ids))
+        size, places = len(call.labels), np.arange(len(call.labels))
         numbers = [
             wanted if wanted is not None and wanted != asked else None
             for wanted, asked in zip(call.numbers, leaves, strict=True)
@@ -185,7 +191,7 @@ class Fitting(TorchFunctionMode):
         if before is not None:
             _, _, size, places = before["whole"]
             places, numbers = np.array(places), before["numbers"]
-        kept = places[kept_slices(ids, self.removed)]
+        kept = places[kept_slices(call.labels, self.removed)]
         if len(kept) == size:
             return None
         return {

@@ -280,17 +280,16 @@ class Shuffled(nn.Module):
 
 
 class Normed(nn.Module):
-    """Norms of groups and of channels, and slopes of channels."""
+    """Norms of groups, and slopes of channels."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = (nn.Conv2d(24, 24, 1) for _ in range(3))
         self.groups, self.slopes = nn.GroupNorm(6, 24), nn.PReLU(24)
-        self.channels, self.plain = nn.InstanceNorm2d(24, affine=True), nn.InstanceNorm2d(24)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.second(self.slopes(self.groups(self.first(x))))
-        return F.relu(self.channels(F.relu(self.plain(self.third(x)))))
+        return F.relu(self.third(F.relu(x)))
 
 
 class Around(nn.Module):

@@ -80,7 +80,7 @@ def look_at(name: str) -> dict[str, object]:
         "left": round(kept / layout.numel, 3),
         "seconds": round(seconds, 1),
         "failure": failure and failure.reason,
-        "pins": sorted({type(model.get_submodule(name)).__name__ for name, _ in calls}),
+        "pins": sorted({type(model.get_submodule(name)).__name__ for name, *_ in calls}),
         "stays": {k: round(n / layout.numel, 3) for k, n in reasons.most_common(4)},
     }
 

@@ -96,7 +96,7 @@ def test_what_shares_memory_with_a_parameter_is_refused(share, names):
 
 def test_parts_of_one_memory_that_do_not_overlap_are_taken():
     model, both = nn.ParameterDict(), torch.zeros(4, 6)
-    model["left"], model["right"] = nn.Parameter(both[:, :3]), nn.Parameter(both[:, 3:])
+    model["top"], model["bottom"] = nn.Parameter(both[:2]), nn.Parameter(both[2:])
     layout = build_layout(model)
     flatten_(model, layout)
     assert build_layout(model) == layout

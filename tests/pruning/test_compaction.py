@@ -11,7 +11,6 @@ from pretended import GPU, pretended_gpu
 from torch import nn
 
 from prunex_mpi.models import batchnorm
-from prunex_mpi.models import layout as layouts
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
@@ -115,9 +114,7 @@ def walked(layout: Layout, groups: Groups, mask: np.ndarray) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kinds", [*ORDERS, *INSIDE], ids="+".join)
-def test_masks_payloads_and_counts_are_those_of_walking(kinds, monkeypatch):
-    # Squares are summed by tiles.
-    monkeypatch.setattr(layouts, "CPU_TILE", 5)
+def test_masks_payloads_and_counts_are_those_of_walking(kinds):
     layout, groups = prepare(kinds)
     torch.manual_seed(0)
     flat = torch.randn(layout.numel, dtype=torch.float64)

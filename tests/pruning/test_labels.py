@@ -152,8 +152,8 @@ CASES = [
         *(nn.BatchNorm2d(WIDTH, affine=False), nn.BatchNorm2d(WIDTH)),
     ),
     (
-        "an InstanceNorm with statistics passes a constant; take it without",
-        *(nn.InstanceNorm2d(WIDTH, track_running_stats=True), nn.InstanceNorm2d(WIDTH)),
+        "instance_norm mixes it with others; take nn.BatchNorm2d instead",
+        *(nn.InstanceNorm2d(WIDTH, affine=True), nn.BatchNorm2d(WIDTH)),
     ),
     ("padding that isn't zero; pad with zeros", padded(1.0), padded(0.0)),
     (
