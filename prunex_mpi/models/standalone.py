@@ -341,7 +341,7 @@ def resize_(model: nn.Module, sizes: Sizes, grows: bool = False) -> None:
     to share. Raises ValueError where a module lacks what is stated, or would become larger unless
     it `grows`.
     """
-    shared = shared_parameters(model)
+    shared = _shared_parameters(model)
     for name, stated in sizes.items():
         module = smaller = model.get_submodule(name)
         stated = dict(stated)
@@ -363,7 +363,7 @@ def resize_(model: nn.Module, sizes: Sizes, grows: bool = False) -> None:
             setattr(model.get_submodule(parent), attribute, model.get_parameter(first))
 
 
-def shared_parameters(model: nn.Module) -> list[list[str]]:
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -156,7 +156,7 @@ BY_NAME = {
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm"), label_attention.multiply_matrices),
     "addmm": label_layers.add_product,
     "embedding": label_layers.embed,
-    "rms_norm": label_layers.normalise_squares,
+    "rms_norm": label_layers.normalise_layer,
     "softmax": label_attention.soften,
     "normalize": label_layers.normalise_length,
 }

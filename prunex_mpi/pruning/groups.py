@@ -106,24 +106,6 @@ class CoupledLayer:
 
 
 @dataclass(frozen=True)
-class ScoredSlices:
-    """The slices whose squares make the scores of coupled groups, in the order of `tensors`.
-
-    `tensors` are (layer, rows count, columns count); rows come before columns. `inside` [slices] is
-    true for slices of a group; of those, `group` is the group and `side` the dimension of a tensor.
-    `slices` [sides] are the numbers of groups in a side, `members` [groups] those of a group's
-    sides.
-    """
-
-    tensors: tuple[tuple[int, bool, bool], ...]
-    inside: np.ndarray
-    group: np.ndarray
-    side: np.ndarray
-    slices: np.ndarray
-    members: np.ndarray
-
-
-@dataclass(frozen=True)
 class Budget:
     """A limit on `price[layer]` per kept weight, summed over all layers, plus `fixed`.
 
@@ -160,34 +142,18 @@ class Groups:
         return sum(layer.numel for layer in self.layers)
 
     @cached_property
-    def scored(self) -> ScoredSlices:
-        """The slices that count in the scores of the coupled groups."""
-        tensors, places, slices = [], [np.empty(0, dtype=np.int64)], []
-        members = np.zeros(self.total)
+    def scored(self) -> dict[int, list[tuple[int, np.ndarray]]]:
+        """By layer the (dimension, groups) of the slices that count in the scores, -1 for none.
+
+        The columns of a grouped convolution are those of all its blocks.
+        """
+        found = {}
         for entry in self.coupled:
-            scores = [
-                entry.scored and bool((ids >= 0).any()) for ids in (entry.rows, entry.columns)
-            ]
-            tensors.append((entry.layer, *scores))
-            # In all blocks of a grouped convolution.
             columns = np.tile(entry.columns, self.layers[entry.layer].blocks)
-            for ids, wanted in zip((entry.rows, columns), scores, strict=True):
-                if wanted:
-                    found = np.unique(ids[ids >= 0])
-                    members[found] += 1
-                    places.append(ids)
-                    slices.append(found.size)
-        side = np.repeat(np.arange(len(slices)), [ids.size for ids in places[1:]])
-        group = np.concatenate(places)
-        inside = group >= 0
-        return ScoredSlices(
-            tuple(t for t in tensors if any(t[1:])),
-            inside,
-            group[inside],
-            side[inside],
-            np.array(slices),
-            members,
-        )
+            sides = [s for s in ((0, entry.rows), (1, columns)) if (s[1] >= 0).any()]
+            if entry.scored and sides:
+                found[entry.layer] = sides
+        return found
 
     @cached_property
     def gates(self) -> tuple[tuple[int, bool, np.ndarray], ...]:

@@ -337,50 +337,28 @@ def normalise_layer(
     x: Tensor,
     normalized_shape: object,
     weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | float | None = None,
     eps: float = 1e-5,
 ) -> None:
-    """Tie LayerNorm's gamma and beta to the channels of `x`, which are last.
+    """Tie LayerNorm's or RMSNorm's gamma and beta to the channels of `x`, which are last.
 
     Zeros go on to count in its mean and variance. Where heads share one, as in a norm of queries,
     each head becomes one group, and gamma and beta stay.
     """
-    known = bias is None or id(bias) in labels.names
-    found, reads_channels = _find_normed(labels, x, weight, known, "layer_norm")
-    if reads_channels:
-        labels.note(labels.rows, bias, first_along(found, x.dim() - 1))
-    labels.label(result, found, zero=reads_channels)
-
-
-def normalise_squares(
-    labels: Labels,
-    result: Tensor,
-    x: Tensor,
-    normalized_shape: object,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> None:
-    """Label RMSNorm as `normalise_layer` does LayerNorm; zeros stay zero."""
-    zero = labels.of(x)[1]
-    labels.label(result, _find_normed(labels, x, weight, True, "rms_norm")[0], zero)
-
-
-def _find_normed(
-    labels: Labels, x: Tensor, weight: Tensor | None, known: bool, name: str
-) -> tuple[Tensor, bool]:
-    """Return the labels of what is normalised along its last dimension, and if channels are there.
-
-    Then gamma is tied to them; they stay where it, or beta, is not `known`.
-    """
     found, zero = labels.of(x)
-    few, last = varying(found), x.dim() - 1
-    if len(few) > 1 and last in few:
-        labels.join_along(found, last)
-    if few == [last]:
+    along, last = varying(found), x.dim() - 1
+    centred = labels.operation == "layer_norm"
+    # RMSNorm has its epsilon there.
+    bias = bias if centred else None
+    if along == [last]:
+        known = bias is None or id(bias) in labels.names
         if labels.names.get(id(weight), "") not in labels.norms or not (known and zero):
-            labels.pin([x], mixes(name))
-        labels.note(labels.rows, weight, first_along(found, last))
-    return found, few == [last]
+            labels.pin([x], mixes(labels.operation))
+        for parameter in (weight, bias):
+            labels.note(labels.rows, parameter, first_along(found, last))
+    elif last in along:
+        labels.join_along(found, last)
+    labels.label(result, found, zero=along == [last] if centred else zero)
 
 
 def normalise_length(

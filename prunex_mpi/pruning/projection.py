@@ -94,19 +94,24 @@ def _coupled_scores(
 ) -> Tensor:
     """Return s_g of every coupled group, 1-D on the host."""
     start, stop = selections[0].start, selections[-1].stop
-    scored = groups.scored
-    sums = [
-        part
-        for number, *dims in scored.tensors
-        for part in _slice_squares(views[number], dims, gone[number])
-    ]
+    parts, sides = [], []
+    for number, found in groups.scored.items():
+        dims = [dim for dim, _ in found]
+        parts += _slice_squares(views[number], (0 in dims, 1 in dims), gone[number])
+        sides += [ids for _, ids in found]
     # One transfer; sums on the host are float64.
-    squared_norms = torch.cat(sums).cpu().numpy().astype(np.float64)[scored.inside]
-    totals = np.bincount(scored.side, squared_norms, len(scored.slices))
-    # A tensor of zeros says nothing about its groups.
-    scale = np.divide(scored.slices, totals, out=np.zeros_like(totals), where=totals > 1e-300)
-    scores = np.bincount(scored.group, squared_norms * scale[scored.side], groups.total)
-    scores /= np.maximum(scored.members, 1)
+    together = torch.cat(parts).cpu().numpy().astype(np.float64)
+    scores, members = np.zeros(groups.total), np.zeros(groups.total)
+    ends = np.cumsum([ids.size for ids in sides])[:-1]
+    for ids, squares in zip(sides, np.split(together, ends), strict=True):
+        inside = ids >= 0
+        mine = np.unique(ids[inside])
+        members[mine] += 1
+        total = np.cumsum(squares[inside])[-1]
+        # A tensor of zeros says nothing about its groups.
+        if total > 1e-300:
+            np.add.at(scores, ids[inside], squares[inside] * (mine.size / total))
+    scores /= np.maximum(members, 1)
     return torch.from_numpy(scores[start:stop]).to(views[0].dtype)
 
 
