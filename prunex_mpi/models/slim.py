@@ -306,12 +306,12 @@ def call_site(frame: FrameType | None) -> str:
     return ""
 
 
-def running(frame: FrameType | None) -> nn.Module | None:
-    """Return the innermost module whose forward `frame` is a part of."""
+def running(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost call of a module, its local `self`, that `frame` is a part of."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "_call_impl" and code.co_filename.startswith(TORCH_FILES):
-            return frame.f_locals["self"]
+            return frame
         frame = frame.f_back
     return None
 
@@ -327,8 +327,8 @@ class Corrected(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, frame = kwargs or {}, sys._getframe(1)
-        line = call_site(frame)
-        if line in self.calls and running(frame) is self.module:
+        line, run = call_site(frame), running(frame)
+        if line in self.calls and run is not None and run.f_locals["self"] is self.module:
             known, number = self.calls[line], self.seen.get(line, 0)
             self.seen[line] = number + 1
             if number < len(known) and known[number] is not None:

@@ -5,8 +5,9 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.dummy_input import dummy_input, evaluating
 from prunex_mpi.models.inputs import Inputs
-from prunex_mpi.models.slim import SlimNorm, as_rms_norm, call_site, flatten, norm_dim
+from prunex_mpi.models.slim import SlimNorm, as_rms_norm, call_site, flatten, norm_dim, running
 from prunex_mpi.pruning import label_attention, label_layers
 from prunex_mpi.pruning.elementwise import SIZE, Trial, meet
 from prunex_mpi.pruning.label_shapes import TEMPLATES, shape
@@ -66,37 +67,32 @@ def rules_of(text: str) -> Rules:
 
 
 class Places:
-    """The stack of modules whose forward is running, innermost last, with their call counts."""
+    """In which module's code of `model` torch calls are, by the frames of its forward pass."""
 
-    def __init__(self) -> None:
-        self.inside: list[str] = []
-        self.lines: list[dict[str, int]] = []
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {id(module): name for name, module in model.named_modules()}
+        # By run of a module, since each begins to count anew.
+        self.seen: dict[FrameType, Counter[str]] = {}
 
-    def site(self, frame: FrameType) -> Site:
+    def site(self, frame: FrameType | None) -> Site:
         """Count the torch call that `frame` makes and return where it is."""
-        line = call_site(frame)
-        if not self.inside:
+        line, run = call_site(frame), running(frame)
+        # Some make modules while they run.
+        while run is not None and id(run.f_locals["self"]) not in self.names:
+            run = running(run.f_back)
+        if run is None:
             return "", "", 0
-        number = self.lines[-1][line] = self.lines[-1].get(line, -1) + 1
-        return self.inside[-1], line, number
-
-    def enter(self, name: str) -> None:
-        """Push the module `name`."""
-        self.inside.append(name)
-        self.lines.append({})
-
-    def leave(self) -> None:
-        """Pop the innermost module."""
-        self.inside.pop()
-        self.lines.pop()
+        seen = self.seen.setdefault(run, Counter())
+        seen[line] += 1
+        return self.names[id(run.f_locals["self"])], line, seen[line] - 1
 
 
 class Failing(TorchFunctionMode):
-    """Record in `site` the torch function call that raises."""
+    """Record in `site` the torch function call of `model` that raises."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.places = places
+        self.places = Places(model)
         self.site: Site | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -106,17 +102,6 @@ class Failing(TorchFunctionMode):
         except Exception:
             self.site = site
             raise
-
-
-@contextmanager
-def following(model: nn.Module, places: Places) -> Iterator[None]:
-    """Keep `places` up to date in forward passes of `model`; one that raises leaves it as it is."""
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: places.enter(name))
-            hooks.enter_context(enter)
-            hooks.enter_context(module.register_forward_hook(lambda *_: places.leave()))
-        yield
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,9 +150,9 @@ BY_NAME = {
 class Trace(TorchFunctionMode):
     """Label the results of all torch functions of a forward pass."""
 
-    def __init__(self, labels: Labels, places: Places, rules: Rules) -> None:
+    def __init__(self, model: nn.Module, rules: Rules) -> None:
         super().__init__()
-        self.labels, self.places, self.rules = labels, places, rules
+        self.labels, self.places, self.rules = Labels(model), Places(model), rules
         self.trials: dict[Hashable, Trial] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -265,7 +250,8 @@ def follow_input(model: nn.Module, inputs: Inputs, rules: Rules) -> Labels:
 
     What `rules` say stays, but for `Rules.layers`.
     """
-    labels = Labels(model)
+    trace = Trace(model, rules)
+    labels = trace.labels
     labels.norms = {
         f"{name}.weight" if name else "weight"
         for name, module in model.named_modules()
@@ -276,9 +262,7 @@ def follow_input(model: nn.Module, inputs: Inputs, rules: Rules) -> Labels:
     labels.norms |= {f"{name}.weight" for name in find_rms_norms(model)}
     given = dummy_input(model, inputs)
     labels.label(given, torch.full(given.shape, PINNED))
-    places = Places()
-    trace = Trace(labels, places, rules)
-    with evaluating(model), following(model, places), plain_norms(model), trace:
+    with evaluating(model), plain_norms(model), trace:
         output = model(given)
     labels.operation = ""
     labels.pin([output], "its outputs are the classes")

@@ -90,20 +90,13 @@ class Coupling:
     inputs: Inputs | None = None
     zeros: dict[str, tuple[int, np.ndarray]] = field(default_factory=dict)
 
-    def makers(self) -> dict[str, tuple[int, np.ndarray]]:
-        """Return by weight the (dimension, ids) of the channels that it makes."""
-        return self._sides(0)
-
-    def readers(self) -> dict[str, tuple[int, np.ndarray]]:
-        """Return by weight the (dimension, ids) of the channels that it reads."""
-        return self._sides(1)
-
-    def _sides(self, dim: int) -> dict[str, tuple[int, np.ndarray]]:
+    def sides(self, reads: bool) -> dict[str, tuple[int, np.ndarray]]:
+        """Return by weight the (dimension, ids) of the channels that it makes, or `reads`."""
         found = {}
         for name in self.positions:
-            own = 1 - dim if name in self.transposed else dim
-            if (ids := (self.rows, self.columns)[own].get(name)) is not None:
-                found[name] = own, ids
+            dim = int(reads != (name in self.transposed))
+            if (ids := (self.rows, self.columns)[dim].get(name)) is not None:
+                found[name] = dim, ids
         return found
 
     def slices(self, name: str) -> list[tuple[int, np.ndarray]]:

@@ -29,7 +29,7 @@ from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.slim import CONVOLUTIONS, doubled
-from prunex_mpi.pruning.channel_trace import NO_RULES, Failing, Places, Rules, following
+from prunex_mpi.pruning.channel_trace import NO_RULES, Failing, Rules
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling, find_coupling
 from prunex_mpi.pruning.labels import Site
 from prunex_mpi.pruning.shrink import (
@@ -60,7 +60,7 @@ def find_removable(model: nn.Module, coupling: Coupling, images: Tensor) -> Verd
     At least one group of each set stays.
     """
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    makers, readers = coupling.makers(), coupling.readers()
+    makers, readers = coupling.sides(reads=False), coupling.sides(reads=True)
     made, taken = ({name: ids for name, (_, ids) in side.items()} for side in (makers, readers))
     written, read = (_used(weights, side, coupling.total) for side in (makers, readers))
     # Norms read all channels, and so do other calls.
@@ -250,24 +250,23 @@ def attempt(
     """
     masked = _masked_copy(model, coupling, removed)
     given = inputs.draw(1, next(masked.parameters()).dtype)
-    places = Places()
-    failing = Failing(places)
+    failing = None
     try:
         sizes = smaller_sizes(masked, coupling, removed)
         # What raises does so in any dtype, and float64 takes several times as long.
         smaller = resized(masked, coupling, removed, sizes)
-        with following(smaller, places), failing:
+        with (failing := Failing(smaller)):
             found = smaller(given)
         double, given_double = doubled(masked), inputs.draw(1, torch.float64)
         # What a module remembers of a forward pass would be of the whole network.
         smaller = resized(double, coupling, removed, sizes)
         wanted = _in_double(double, given_double)
         if wanted is not None:
-            with following(smaller, places), failing:
+            with (failing := Failing(smaller)):
                 found = smaller(given_double)
     # The model's own code may raise anything at other sizes.
     except Exception as error:
-        return Failure(one_line(error), failing.site)
+        return Failure(one_line(error), failing and failing.site)
     allowed = EXACT
     if wanted is None:
         wanted, allowed = masked(given), TOLERANCE

@@ -14,7 +14,7 @@ from prunex_mpi.models import slim
 from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
-from prunex_mpi.pruning.channel_trace import Places, following
+from prunex_mpi.pruning.channel_trace import Places
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.labels import Mixed, Request, Site
 
@@ -114,10 +114,14 @@ class Fitting(TorchFunctionMode):
     """Give torch calls the numbers that fit without `removed`; note in `found` which differ."""
 
     def __init__(
-        self, places: Places, coupling: Coupling, removed: np.ndarray, before: dict[str, slim.Calls]
+        self,
+        model: nn.Module,
+        coupling: Coupling,
+        removed: np.ndarray,
+        before: dict[str, slim.Calls],
     ) -> None:
         super().__init__()
-        self.places, self.removed, self.before = places, removed, before
+        self.places, self.removed, self.before = Places(model), removed, before
         self.wanted: dict[Site, list[Request | Mixed]] = {}
         filled = [call for call in coupling.mixed if call.filled]
         sites = {call.site for call in filled}
@@ -219,11 +223,11 @@ def _find_calls(
     def run(own: Sizes) -> tuple[dict[str, slim.Calls], list[Tensor]]:
         """Return which calls had to be corrected, and outputs, none where it fails."""
         # Modules may remember what they have computed.
-        tried, places, result = copy.deepcopy(smaller), Places(), None
+        tried, result = copy.deepcopy(smaller), None
         resize_(tried, own)
-        fitting = Fitting(places, coupling, removed, before)
+        fitting = Fitting(tried, coupling, removed, before)
         # What fails here fails again where it is reported.
-        with suppress(Exception), evaluating(tried), following(tried, places), fitting:
+        with suppress(Exception), evaluating(tried), fitting:
             result = tried(coupling.inputs.draw(1, next(tried.parameters()).dtype))
         return fitting.found, [x for x in slim.flatten(result) if isinstance(x, Tensor)]
 

@@ -154,22 +154,6 @@ class ApartAttention(nn.Module):
         return self.out(y.reshape(n, s, self.heads * self.size))
 
 
-class SeparateAttention(nn.Module):
-    """Three layers for queries, keys and values, and the size of a head is the width over them."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.key, self.query, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.heads, self.drop = heads, nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, s, c = x.shape
-        made = (layer(x) for layer in (self.query, self.key, self.value))
-        q, k, v = (y.view(n, s, self.heads, c // self.heads).transpose(1, 2) for y in made)
-        attention = (q @ k.transpose(-2, -1) * (c // self.heads) ** -0.5).softmax(dim=-1)
-        return self.out((self.drop(attention) @ v).transpose(1, 2).reshape(n, s, c))
-
-
 class ChunkedAttention(nn.Module):
     """With a norm of its own, queries, keys and values by chunk, and heads by unflatten(-1)."""
 
@@ -476,7 +460,6 @@ encoder_norm_first = partial(Encoder, batch_first=True, norm_first=True)
 own_attention = partial(OwnTransformer, OwnAttention)
 dropping_attention = partial(OwnTransformer, DroppingAttention)
 apart_attention = partial(OwnTransformer, ApartAttention)
-separate_attention = partial(OwnTransformer, SeparateAttention)
 chunked_attention = partial(OwnTransformer, ChunkedAttention)
 gated = partial(Around, Gated)
 parts = partial(Around, Parts)
@@ -499,8 +482,8 @@ SHARES = {
     0.33: "swin swin_v2 timm_swin",
     0.35: (
         "vit timm_vit timm_vit_normed encoder encoder_batch_first encoder_norm_first "
-        "own_attention dropping_attention apart_attention separate_attention "
-        "chunked_attention gated normed chosen response_norm context scaled"
+        "own_attention dropping_attention apart_attention chunked_attention "
+        "gated normed chosen response_norm context scaled"
     ),
     0.36: "convnext_t timm_convnext",
     0.37: "placed split_attention",
