@@ -5,11 +5,9 @@
 # CI=true, runs everything under Open MPI, and then again under MPICH what depends on the MPI: the
 # tests on several ranks and those that start jobs.
 # Tests marked `long`, which take long and guard what rarely breaks, run with PRUNEX_LONG=1 and
-# whenever arguments are given: who names tests gets all of them. So do the run on one rank, where
-# little happens that the others do not show, on two ranks the tests marked `any_mpi`, since four
-# are two nodes as well, and on four those marked `two_ranks`. Under both MPIs two ranks run these
-# alone: the others meet four ranks twice. Without long tests processes load torch.compile's modules
-# late, see tests/harness/late_compiler.
+# whenever arguments are given: who names tests gets all of them, on two ranks and on four. Else two
+# ranks run the tests marked `two_ranks`, and four the others. Without long tests processes load
+# torch.compile's modules late, see tests/harness/late_compiler.
 # RUN_TIMEOUT_S (2400) is the limit of each run of pytest.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_install.sh"
@@ -76,10 +74,8 @@ test_in_parallel() {
     shift
     if [[ $TURN == second ]]; then
         not=any_mpi
-    elif [[ -n $NOT_LONG && $ranks == 2 && $TURN == first ]]; then
-        which=" and two_ranks" marked=two_ranks
     elif [[ -n $NOT_LONG && $ranks == 2 ]]; then
-        which=" and (two_ranks or not any_mpi)"
+        which=" and two_ranks" marked=two_ranks
     elif [[ -n $NOT_LONG ]]; then
         not=two_ranks
     fi
@@ -157,7 +153,6 @@ else
 fi
 if [[ $narrowed == no ]] || any_parallel_test "$@"; then
     counts=(2 4)
-    if [[ -z $NOT_LONG ]]; then counts=(1 2 4); fi
     # Four ranks are two nodes of two as well as four of one: enough for a second MPI.
     if [[ $TURN == second ]]; then counts=(4); fi
     for ranks in "${counts[@]}"; do

@@ -297,20 +297,6 @@ def test_the_check_itself_sees_unsafe_code(source):
     assert len(unsafe(ast.parse(source))) == 1
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "model.eval()",
-        "torch.load(path, weights_only=True)",
-        "comm.Bcast(x)\ncomm.Iallreduce(a, b)",
-        "torch.gather(x, 0, i)\nfunctools.reduce(f, x)\nx.scatter_(0, i, v)",
-        "re.compile('a')\nImage.open(path, formats=FORMATS)",
-    ],
-)
-def test_the_check_itself_lets_safe_code_pass(source):
-    assert unsafe(ast.parse(source)) == []
-
-
 def test_the_check_itself_sees_imports_wherever_they_stand():
     source = (
         "import torch.nn as nn\n"

@@ -613,16 +613,6 @@ def fault_before(what: str, rank: int, at: str, call: int) -> dict[str, Any]:
     return {"what": what, "rank": rank, "at": f"prunex_mpi.{at}", "call": call, "side": "before"}
 
 
-@pytest.mark.any_mpi
-@pytest.mark.long
-def test_a_killed_run_goes_on(tmp_path, reference_of):
-    case = CASES[1]
-    chain = Chain(case, tmp_path, 1, reference_of(case), Tally())
-    assert not chain.strike(fault_before("kill", 1, "methods.hsadmm:project", 4))
-    assert chain.strike(NO_FAULT)
-    assert not chain.tally.problems
-
-
 @pytest.mark.long
 def test_a_run_survives_faults_one_after_the_other(tmp_path, reference_of):
     case, rng = CASES[1], random.Random(0)

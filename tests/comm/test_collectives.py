@@ -178,16 +178,6 @@ def test_large_sums_of_three_ranks_have_the_same_bits(three):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", KINDS)
-def test_allreduce_takes_other_operations(kind):
-    every = [numbers(rank, 300, torch.uint8).numpy() for rank in range(WORLD.size)]
-    for operation, function in ((MPI.BOR, np.bitwise_or), (MPI.MAX, np.maximum)):
-        flat = numbers(WORLD.rank, 300, torch.uint8)
-        allreduce_(WORLD, flat, transport(kind), operation)
-        assert np.array_equal(flat.numpy(), function.reduce(every))
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reduce_adds_up_on_the_root_alone(dtype, kind):
     how = transport(kind)

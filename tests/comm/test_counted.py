@@ -204,7 +204,10 @@ def test_messages_of_a_phase_are_told_apart_and_set_up_has_its_own(monkeypatch):
     assert clock == Clock(agreed=1.0, setup=5.0)
 
 
+@pytest.mark.any_mpi
+@pytest.mark.two_ranks
 def test_a_trace_has_the_messages_with_what_was_counted():
+    """Each rank loads the profiler, which takes it seconds."""
     link, flat = wire_of(WORLD), ours()
     link.reduce_(flat)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

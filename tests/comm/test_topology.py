@@ -19,13 +19,6 @@ from prunex_mpi.comm.agreement import (
 from prunex_mpi.comm.topology import build_topology, describe, library_name, rack_name
 
 
-def gathered(values: list[int]) -> np.ndarray:
-    """Return the numbers of all ranks, one row per rank, by way of MPI alone."""
-    rows = np.empty((WORLD.size, len(values)), dtype=np.int64)
-    WORLD.Allgather(np.array(values, dtype=np.int64), rows)
-    return rows
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
 def test_virtual_nodes_hold_consecutive_ranks_and_the_last_takes_the_rest(ranks_per_node):
@@ -63,20 +56,14 @@ def test_nodes_and_host_ranks_are_what_shares_memory(ranks_per_node):
 
 @pytest.mark.mpi
 def test_the_callers_communicator_is_only_borrowed():
-    with nodes_of(2) as topology:
+    with nodes_of(1, "2") as topology:
         # The same ranks in the same order, but messages of their own.
         assert MPI.Comm.Compare(topology.world, WORLD) == MPI.CONGRUENT
-    assert topology.world == MPI.COMM_NULL
-    assert topology.node == MPI.COMM_NULL
-    assert topology.leader == MPI.COMM_NULL
+        racks = topology.racks
+    made = [topology.world, topology.node, topology.leader]
+    made += [] if racks is None else [racks.inside, racks.between]
+    assert made == [MPI.COMM_NULL] * len(made)
     WORLD.Barrier()
-
-
-@pytest.mark.mpi
-def test_communicators_do_not_run_out():
-    for round_number in range(200):
-        with nodes_of(round_number % 3):
-            pass
 
 
 @pytest.mark.mpi

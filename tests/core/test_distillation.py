@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.config.resolve import make
 from prunex_mpi.core.losses import Teacher, distilled
 
 CLASSES, SIDE, BATCH = 5, 4, 6
@@ -76,10 +75,3 @@ def test_of_several_outputs_the_teacher_looks_at_the_first():
     assert torch.equal(alone, among)
     with pytest.raises(UserError, match="--teacher needs logits"):
         distilled(teacher, images, (images, outputs), 0.0)
-
-
-@pytest.mark.parametrize("given", [{"distillation_alpha": 0.3}, {"distillation_tau": 2.0}])
-def test_settings_of_a_teacher_need_one(given):
-    with pytest.raises(UserError, match="means nothing without --teacher"):
-        make(**given)
-    assert make(**given, teacher="a.pt")

@@ -1,9 +1,9 @@
 """What is evaluated and delivered, and the average of z."""
 
 import copy
-import json
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,18 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from driving import CPU, SMALL_BUCKETS, assert_alike_on_all_ranks
-from jobs import run_folder, run_job_here
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from reference_statistics import of_all_ranks
-from safetensors.torch import load_file
-from small_runs import COMMON, PRUNING, small_run
+from small_runs import small_run
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, Diverged, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import BY_NAME, make
-from prunex_mpi.core import evaluation
 from prunex_mpi.core.evaluation import (
     BEST,
     EMA,
@@ -255,8 +252,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 BASES = {"union": "recipe", "one-shot": "local sgd", "diloco": "local sgd"}
 BASES["local sgd behind"] = "local sgd"
-# Of kinds that others have too.
-RARELY = ("union", "local sgd behind", "topk", "sparseloco")
+# The others are of kinds that these have too.
+OFTEN = [(n, 1) for n in ("recipe", FLAT, "behind", "local sgd", "one-shot", "prunetrain")]
+OFTEN += [("recipe", 2), ("dense", 2)]
 # Those without a mask that changes after the first outer iteration.
 CONSTANT = ("local sgd", "local sgd behind", "diloco", "sparseloco", "dense", "topk")
 
@@ -331,13 +329,10 @@ def oracle(seen: list[Seen], decay: float) -> tuple[Tensor, Tensor, int]:
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node"),
     [
-        *(pytest.param(n, 1, marks=pytest.mark.long if n in RARELY else ()) for n in CHANGES),
+        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
+        for case in product(CHANGES, (1, 2))
         # Of flat consensus every rank is a node.
-        *(
-            pytest.param(n, 2, marks=() if n in ("recipe", "dense") else pytest.mark.long)
-            for n in CHANGES
-            if n != FLAT
-        ),
+        if case != (FLAT, 2)
     ],
 )
 def test_the_average_is_that_of_every_z_since_the_mask_changed(scenario, ranks_per_node):
@@ -373,7 +368,7 @@ def test_the_average_is_that_of_every_z_since_the_mask_changed(scenario, ranks_p
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("scenario", ["recipe", "behind", "dense", "diloco", "pactrain"])
+@pytest.mark.parametrize("scenario", ["recipe", pytest.param("dense", marks=pytest.mark.long)])
 def test_training_does_not_notice(scenario):
     found = []
     for decay in (0.0, DECAY):
@@ -395,14 +390,14 @@ def test_training_does_not_notice(scenario):
 
 
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("scenario", ["recipe", "dense", "diloco", "sparseloco", "local sgd"])
+@pytest.mark.parametrize("scenario", ["recipe", "dense", "diloco"])
 def test_what_is_judged_and_delivered_is_the_average(scenario):
     base, changes = BASES.get(scenario, scenario), settings_of(scenario)
     with nodes_of(1) as topology, small_run(topology, base, **changes) as context:
         state, test = context.state, context.problem.test
         # Before the first outer iteration there is nothing but the weights that it begins with.
         assert evaluate(topology, context) == evaluate_on(topology, context, test)
-        recalibrates = scenario in ("recipe", "diloco", "sparseloco")
+        recalibrates = scenario != "dense"
         for record in outer_iterations(topology, context):
             average, statistics = state.memory[EMA].clone(), state.memory[EMA_STATS].clone()
             last = [t.clone() for t in (state.z, *context.problem.model.buffers())]
@@ -443,6 +438,7 @@ def test_statistics_of_a_support_that_stays_are_estimated_on_the_average():
         assert {key: records[-1][f"test_{key}"] for key in ("loss", "accuracy")} == found
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("scenario", ["dense", "recipe"])
 def test_the_best_is_the_best_average(scenario):
     changes = settings_of(scenario, val_split=0.25, train_samples=80)
@@ -454,33 +450,6 @@ def test_the_best_is_the_best_average(scenario):
         assert torch.equal(context.state.memory[BEST], averages[best])
         with delivered(context):
             assert torch.equal(context.state.z, averages[best])
-
-
-@pytest.mark.two_ranks
-def test_a_run_writes_the_average(monkeypatch):
-    judged = []
-    real = evaluation.evaluate_on
-
-    def spy(topology: Any, context: RunContext, shard: Any) -> tuple[float, float]:
-        judged.append((context.state.z.clone(), statistics_now(context)))
-        return real(topology, context, shard)
-
-    monkeypatch.setattr(evaluation, "evaluate_on", spy)
-    with run_folder() as folder:
-        run = {"run_dir": str(folder / "whole"), "progress": "off"}
-        changes = {**COMMON, **PRUNING, **settings_of("recipe"), **run}
-        assert run_job_here(make(**changes)) == 0
-        tensors = load_file(folder / "whole/state.safetensors")
-        average, statistics = judged[-1]
-        written = {name: t.flatten() for name, t in tensors.items() if "num_batches" not in name}
-        found = torch.cat([t for name, t in written.items() if "running" not in name]).sort()[0]
-        assert torch.equal(found, average.sort()[0])
-        found = torch.cat([t for name, t in written.items() if "running" in name]).sort()[0]
-        assert torch.equal(found, statistics.sort()[0])
-        summary = json.loads((folder / "whole/summary.json").read_text())
-        records = (folder / "whole/metrics.jsonl").read_text().splitlines()
-        assert summary["test_loss"] == json.loads(records[-1])["test_loss"]
-        WORLD.Barrier()
 
 
 def test_an_average_of_what_is_not_finite_is_forgotten_with_it():

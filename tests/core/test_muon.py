@@ -10,7 +10,6 @@ from nets import CoupledNet, RandomStream, new_net
 from nodes import WORLD, nodes_of
 from torch import nn
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.optimizer import (
     OptimizerMemory,
@@ -129,8 +128,3 @@ def test_what_is_pruned_stays_zero(groups):
 def _pruned(state):
     theta = by_name(state.theta, state)
     return [(theta[name], ~mask) for name, mask in element_masks(state).items()]
-
-
-def test_single_weights_are_not_pruned_with_muon() -> None:
-    with pytest.raises(UserError, match="the weights that pactrain"):
-        make(method="pactrain", optimizer="muon")

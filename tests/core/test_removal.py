@@ -80,20 +80,22 @@ def run(settings, ranks_per_node, make_model):
     return found, state
 
 
+def marks_of(shape: int, often: int) -> list[pytest.MarkDecorator]:
+    """Two ranks are two nodes of one."""
+    marks = [pytest.mark.two_ranks] if shape == 1 else []
+    return marks if shape == often else [*marks, pytest.mark.long]
+
+
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node", "make_model"),
     [
         # Of what a scenario does and what a shape does, one beside the other is enough.
         *(
-            (name, shape, CoupledNet)
-            for name, shape in zip(SCENARIOS, (1, 2, 1, 2, 1), strict=True)
-        ),
-        *(
-            pytest.param(name, shape, CoupledNet, marks=pytest.mark.long)
-            for name, shape in zip(SCENARIOS, (2, 1, 2, 1, 2), strict=True)
+            pytest.param(name, shape, CoupledNet, marks=marks_of(shape, often))
+            for name, often in zip(SCENARIOS, (3, 2, 1, 2, 1), strict=True)
+            for shape in sorted({1, 2, often})
         ),
         pytest.param("compiled", 1, CoupledNet, marks=pytest.mark.long),
-        ("prunex", 3, CoupledNet),
         ("prunex", 2, Attention),
     ],
 )
@@ -133,10 +135,10 @@ RUN = {
 @pytest.mark.parametrize(
     "model",
     [
-        *("resnet8-w4", "coupled_nets:swin"),
+        "resnet8-w4",
         *(
-            pytest.param(model, marks=pytest.mark.long)
-            for model in ("vit_tiny", "coupled_nets:swin_v2", "coupled_nets:own_attention")
+            pytest.param(f"coupled_nets:{model}", marks=pytest.mark.long)
+            for model in ("swin_v2", "own_attention")
         ),
     ],
 )
@@ -170,18 +172,7 @@ def test_what_is_delivered_is_the_smaller_network(model):
     assert logits[1] == pytest.approx(logits[0], rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"groups": ("channel",)}, "coupled groups alone"),
-        ({"after_freeze": "admm"}, "duals are of the whole"),
-    ],
-)
-def test_what_cannot_be_removed_is_refused(changes, said):
-    with pytest.raises(UserError, match=said):
-        make(**{"groups": ("coupled",), "remove_dropped": True, **changes})
-
-
+@pytest.mark.two_ranks
 def test_what_drops_out_goes_on_to_after_the_removal():
     made = []
 

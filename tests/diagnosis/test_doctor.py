@@ -19,8 +19,9 @@ from refused import assert_refused
 from mpi4py import MPI
 
 from prunex_mpi import doctor
-from prunex_mpi.base.errors import USAGE, UserError, listed
+from prunex_mpi.base.errors import UserError, listed
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.diagnosis import examine
 from prunex_mpi.diagnosis import library as findings_library
@@ -693,17 +694,13 @@ def test_program_under_the_launcher(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
 
-@pytest.mark.any_mpi
-@pytest.mark.jobs
-def test_program_says_what_would_fail(tmp_path):
-    arguments = ["--quick", "--run-dir", "/proc/none/run", "--device", "cpu"]
-    arguments += ["--mpi-buffers", "device"]
-    ended = run_job(2, ["-m", "prunex_mpi.doctor", *arguments], tmp_path)
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    last = [line for line in ended.stdout.splitlines() if line.startswith("training would fail")]
-    assert last == ["training would fail: file system, --mpi-buffers device"]
-    assert "/proc can't be written" in ended.stdout
-    assert "Links" not in ended.stdout
+def test_program_says_what_would_fail(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    flags = ["--quick", "--run-dir", "/proc/none/run", "--device", "cpu"]
+    assert doctor.doctor(MPI.COMM_SELF, parse([*flags, "--mpi-buffers", "device"])) == 1
+    said = capsys.readouterr().out
+    assert said.endswith("training would fail: file system, --mpi-buffers device\n")
+    assert "/proc can't be written" in said and "Links" not in said
 
 
 @pytest.mark.jobs
@@ -727,23 +724,13 @@ def test_singletons_are_one_finding_told_by_one_of_them(monkeypatch, capsys):
             assert printed.endswith("training would fail: launcher\n")
 
 
-def test_training_refuses_algorithms_that_differ(monkeypatch):
-    job = under(OPEN_MPI)
-    job[1] = replace(job[1], mpi_settings={"OMPI_MCA_coll": "^han"})
+def test_training_says_and_refuses_what_the_doctor_does(monkeypatch, caplog):
+    job = [replace(rank, threads=64) for rank in under(OPEN_MPI)]
     place = start.Place(SimpleNamespace(world=MPI.COMM_SELF), CPU, 1, "")
     monkeypatch.setattr(start, "gather_facts", lambda *_: job)
+    monkeypatch.setattr(log, "propagate", True)
+    start.apply_findings(place, parse([]).settings)
+    assert caplog.text.count("set OMP_NUM_THREADS=") == 1
+    job[1] = replace(job[1], mpi_settings={"OMPI_MCA_coll": "^han"})
     with pytest.raises(UserError, match=r"OMPI_MCA_coll is .*han on alpha"):
         start.apply_findings(place, parse([]).settings)
-
-
-@pytest.mark.any_mpi
-@pytest.mark.jobs
-def test_training_says_the_same(tmp_path):
-    """More ranks than cores is said once; what can't work is refused with the doctor's words."""
-    arguments = ["--device", "cpu", "--mpi-buffers", "device", "--run-dir", "run"]
-    limited = {"OMP_NUM_THREADS": str(4 * (os.cpu_count() or 1))}
-    ended = run_job(2, ["-m", "prunex_mpi.train", *arguments], tmp_path, **limited)
-    assert ended.returncode == USAGE, ended.stderr
-    assert ended.stderr.count("set OMP_NUM_THREADS=") == 1
-    assert ended.stderr.count(findings_ranks.device_buffers_on_cpu().line()) == 1
-    assert not (tmp_path / "run").exists()

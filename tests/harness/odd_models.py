@@ -211,10 +211,6 @@ def extra_state(num_classes: int, image_size: int) -> nn.Module:
     return nn.Sequential(_Noting(), small(num_classes, image_size))
 
 
-def small_double(num_classes: int, image_size: int) -> nn.Module:
-    return small(num_classes, image_size).double()
-
-
 def resnet8_double(num_classes: int, image_size: int) -> nn.Module:
     return build_model("resnet8", Images(image_size, num_classes)).double()
 

@@ -9,7 +9,6 @@ from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_flat import simulate_flat
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -84,11 +83,3 @@ def test_a_group_that_was_pruned_may_come_back_until_the_freeze(payload):
     assert any(back)
     for _, values, masks in runs:
         assert all(torch.all(values["z"][name][~mask] == 0) for name, mask in masks.items())
-
-
-@pytest.mark.parametrize(
-    "given", [{"rho2": 0.1}, {"mask_agreement": "or"}, {"overlap_steps": 2, "evaluate_every": 9}]
-)
-def test_what_is_between_nodes_means_nothing_without_them(given):
-    with pytest.raises(UserError, match="means nothing to method prunex-flat"):
-        make(method="prunex-flat", **given)

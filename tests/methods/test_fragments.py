@@ -10,7 +10,6 @@ from nets import CoupledNet, RandomStream, new_net
 from nodes import WORLD, nodes_of
 from reference_streaming import simulate_in_parts
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import exchange
 
@@ -139,19 +138,3 @@ def test_parts_of_a_network_that_has_become_smaller_are_measured_by_the_whole_on
         found.append([of["dense"] for of in counted])
         assert counted[-1]["payload"] < counted[0]["payload"] or WORLD.size == 1
     assert found[0] == found[1] == [found[0][0]] * 4
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"fragments": 7}, "fragments 7 is more than the 6 local_?-?steps"),
-        ({"fragments": 2, "overlap_steps": 4}, "overlap-steps 4 is more than the 3 local steps"),
-        ({"fragments": 2, "overlap_steps": "auto"}, "auto measures messages"),
-        ({"fragments": 2, "method": "prunex", "after_freeze": "admm"}, "duals need all of z"),
-        ({"fragments": 2, "method": "sparseloco"}, "fragments means nothing to method sparseloco"),
-        ({"fragments": 2, "method": "prunex-flat"}, "fragments means nothing to method"),
-    ],
-)
-def test_what_can_not_be_sent_in_parts_is_refused(changes, line):
-    with pytest.raises(UserError, match=line):
-        make(**{**COMMON, "method": "local-sgd", **changes})

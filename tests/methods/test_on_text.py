@@ -8,7 +8,7 @@ from jobs import run_folder, run_job_here
 from nodes import WORLD
 
 from prunex_mpi import train
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.base.errors import UNREADABLE, USAGE
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods.declared import METHODS
@@ -98,19 +98,6 @@ def test_a_run_on_text_goes_on_bit_for_bit(method):
             best = min(range(4), key=lambda i: losses[0][i][1])
             assert summary["validation"]["iteration"] == best + 1
             assert summary["validation"]["loss"] == losses[0][best][1]
-
-
-@pytest.mark.mpi
-def test_a_run_on_text_refuses_to_go_on_with_another_one():
-    with run_folder() as folder:
-        write_text(folder)
-        assert run_job_here(settings_of(folder, "run", "dense", outer_iterations=1)) == 0
-        if WORLD.rank == 0:
-            (folder / "text").write_text(TEXT.replace("1", "2"))
-        WORLD.Barrier()
-        flags = ["--resume", "--run-dir", str(folder / "run"), "--outer-iterations", "2"]
-        with pytest.raises(UserError, match="data were others"):
-            run_job_here(parse(flags))
 
 
 # Flags or the bytes of the text, the exit code, and what is wrong, on two ranks.

@@ -13,6 +13,7 @@ from driving import (
     STEPS,
     STEPS_PER_EPOCH,
     assert_alike_on_all_ranks,
+    assert_like_oracle,
     by_name,
     difference,
     make_context,
@@ -106,14 +107,8 @@ def test_program_equals_oracle(aggregation, ranks_per_node, method):
         stream = RandomStream(WORLD.rank, torch.float64)
         runs = run_driver(topology, settings, model, stream)
         for (record, state), expected in zip(runs, history, strict=True):
-            for flat in (state.theta, state.z, state.z_node):
-                assert difference(by_name(flat, state), expected.z) < 1e-11
-                assert_alike_on_all_ranks(flat)
-            assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
+            assert_like_oracle(record, state, expected)
             assert record["density"] == 1.0
-            for module, (mean, var) in zip(state.bn_modules, expected.statistics, strict=True):
-                torch.testing.assert_close(module.running_mean.cpu(), mean, rtol=1e-11, atol=1e-12)
-                torch.testing.assert_close(module.running_var.cpu(), var, rtol=1e-11, atol=1e-12)
     assert record["status"] == "completed"
 
 
@@ -215,7 +210,7 @@ KINDS = ("dense", "topk", "terngrad", "bf16", "spardl", "omnireduce, all")
 
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("method", KINDS)
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES, ("flat", 3), ("flat", 4)])
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES[::2], ("flat", 3)])
 def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
     settings = make(aggregation=aggregation, **{**changes_of(method), "outer_iterations": 1})
     model = new_net(torch.float32)
@@ -273,8 +268,9 @@ def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-@pytest.mark.parametrize("method", ["dense", "pactrain", "prunetrain"])
+@pytest.mark.parametrize(
+    ("method", "amp"), [("dense", "fp16"), ("pactrain", "bf16"), ("prunetrain", "fp16")]
+)
 def test_with_mixed_precision_all_ranks_stay_alike(method, amp):
     changes = {
         "pactrain": {"pactrain_score": "magnitude", "keep_ratio": (0.3,)},

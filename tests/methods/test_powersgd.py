@@ -40,7 +40,7 @@ def new_model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers).double()
 
 
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES)
+@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES[::2])
 def test_gradients_of_no_higher_rank_arrive_whole(aggregation, ranks_per_node):
     """The rank of the sum is at most the number of ranks; P's other columns are noise."""
     assert WORLD.size < RANK

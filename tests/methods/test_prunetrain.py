@@ -13,12 +13,11 @@ from prunex_mpi.config.resolve import make
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 STEPS = 3
-SIDE = 8
 COMMON = {"method": "prunetrain", "outer_iterations": 5, "prunetrain_reconfigure_every": 2}
 COMMON |= {"prunetrain_lasso_ratio": 0.6, "prunetrain_threshold": 0.25, "lr": 0.05}
 COMMON |= {"lr_schedule": "constant", "warmup_ratio": 0.0}
 # With 4 ranks: 2 + 2, 3 + 1.
-SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
+SHAPES = (("flat", 2), ("hierarchical", 3))
 
 
 def new_net(dtype=torch.float64):

@@ -255,15 +255,11 @@ def complete(run: Path, nodes: int) -> bool:
     )
 
 
-def test_srun_finds_two_hosts(whole):
-    assert complete(whole, 2)
-
-
-@pytest.mark.long
-def test_srun_finds_four_hosts(hosts, slurm, tmp_path):
-    words = [*srun_words(4, 2), *TRAIN, *SMALL, "--run-dir", "run"]
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_srun_finds_hosts(count, hosts, slurm, tmp_path):
+    words = [*srun_words(count, 2), *TRAIN, *SMALL, "--run-dir", "run"]
     require(run_on(hosts, words, tmp_path, LIMIT_S, **slurm))
-    assert complete(tmp_path / "run", 4)
+    assert complete(tmp_path / "run", count)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import itertools
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import readme_tables
 import settings_table
-from launch import environment, run_job, train
+from launch import run_job, train
 
 from prunex_mpi import doctor, export, report
 from prunex_mpi.__main__ import PROGRAMS
@@ -25,6 +24,7 @@ from prunex_mpi.research import plan as compare
 from prunex_mpi.run import relaunch as elastic
 from prunex_mpi.tools import evaluate_options as evaluate
 from prunex_mpi.tools.report.comparison import read_comparison
+from prunex_mpi.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "prunex_mpi"
@@ -196,10 +196,9 @@ def test_all_pages_are_short():
     assert len(GENERATED.sub("", text).split()) <= MOST_IN_ALL
 
 
-def test_the_table_of_settings_is_what_the_code_says():
-    words = [sys.executable, settings_table.__file__, "--check"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_table_of_settings_is_what_the_code_says(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["settings_table", "--check"])
+    assert settings_table.main() == 0
 
 
 def test_every_key_of_a_record_has_a_row():
@@ -319,49 +318,24 @@ def test_the_check_itself_sees_what_is_wrong(text, word):
     assert all(word in problem for problem in found)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "    $ python -m prunex_mpi.train --dry-run --model resnet20   # tells\n    model   20\n",
-        "    python -m prunex_mpi.export RUN [--onnx]\n    srun python -m prunex_mpi.doctor ...\n",
-        "`python -m prunex_mpi.export`, `P_i/N`, `1/4`, `--keep-ratio`, `core/state.py`, `runs/`",
-        "    sbatch --nodes=4 --ntasks-per-node=4 batch/probe.sbatch --model resnet18\n",
-    ],
-)
-def test_the_check_itself_lets_right_ones_pass(text):
-    assert problems(text) == []
-
-
-def test_the_names_of_the_programs_are_printed():
-    done = subprocess.run(
-        [sys.executable, "-m", "prunex_mpi"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0
+def test_the_first_page_names_the_programs():
     table = READMES[0].read_text()
-    printed = re.findall(r"python -m prunex_mpi\.\w+", done.stdout)
-    assert len(printed) == len(PROGRAMS)
-    assert all(f"| `{name}` |" in table for name in printed)
+    assert all(f"| `python -m prunex_mpi.{name}` |" in table for name in PROGRAMS)
 
 
 DRY_RUNS = [words for words in all_commands() if "--dry-run" in words]
 
 
 @pytest.mark.any_mpi
+@pytest.mark.usefixtures("failing_instead_of_aborting")
 @pytest.mark.parametrize("words", DRY_RUNS, ids=" ".join)
-def test_dry_runs_print_what_is_shown(words, tmp_path):
+def test_dry_runs_print_what_is_shown(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     text = "".join(path.read_text() for path in READMES)
     after = text.partition(f"$ {shlex.join(words)}\n")[2].splitlines()
     shown = itertools.takewhile(lambda line: not line or line.startswith("    "), after)
-    done = subprocess.run(
-        [sys.executable, *words[1:]],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.splitlines()
+    assert main(program_of(words)[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
     assert [line.strip() for line in printed if line] == [line.strip() for line in shown if line]
 
 
@@ -411,14 +385,8 @@ TRAININGS = {
 
 @pytest.mark.jobs
 @pytest.mark.any_mpi
-@pytest.mark.parametrize(
-    "arguments",
-    # That flags are known is seen above for all of them: one is enough here, the rest takes long.
-    [
-        pytest.param(words, marks=[pytest.mark.long] if number else [], id=" ".join(words[:-1]))
-        for number, words in enumerate(sorted(TRAININGS))
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", sorted(TRAININGS), ids=" ".join)
 def test_trainings_run_as_shown(arguments, tmp_path):
     result = train(2, list(arguments), tmp_path)
     assert result.returncode == 0, result.stderr

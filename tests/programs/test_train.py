@@ -118,17 +118,9 @@ def assert_refused(result, code: int, words: str) -> None:
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize(
-    ("flags", "code", "words"),
-    [
-        pytest.param(["--train-samples", "1"], 2, "2 ranks", marks=pytest.mark.long),
-        (["--model", "odd_models:differs_between_ranks"], 2, "differ between ranks"),
-        (["--model", "odd_models:small", "--lr", "1e18"], 1, "finite"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
-)
-def test_bad_input_is_one_line_and_a_code(tmp_path, flags, code, words):
-    assert_refused(train(2, [*SMALL, *flags, "--run-dir", "run"], tmp_path), code, words)
+def test_bad_input_is_one_line_and_a_code(tmp_path):
+    flags = ["--model", "odd_models:differs_between_ranks", "--run-dir", "run"]
+    assert_refused(train(2, [*SMALL, *flags], tmp_path), 2, "differ between ranks")
     assert not (tmp_path / "run/summary.json").exists()
 
 
@@ -177,20 +169,6 @@ def test_a_signal_that_the_launcher_passes_on_leaves_a_checkpoint(tmp_path):
     assert json.loads((tmp_path / "run/summary.json").read_text())["reason"] == asked.name
 
 
-def test_launcher_mismatch_is_refused(tmp_path):
-    """Slurm started two tasks but the MPI sees one: N silent singletons otherwise."""
-    slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"}
-    result = subprocess.run(
-        [sys.executable, "-m", "prunex_mpi.train"],
-        cwd=tmp_path,
-        env=environment(**slurm),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert_refused(result, 2, "Slurm started 2 tasks")
-
-
 @pytest.mark.any_mpi
 @pytest.mark.long
 def test_digits_train_above_95_percent(tmp_path):
@@ -203,8 +181,7 @@ def test_digits_train_above_95_percent(tmp_path):
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_before_torch_and_mpi_are_there_leaves_a_checkpoint(tmp_path, number):
+def test_a_signal_before_torch_and_mpi_are_there_leaves_a_checkpoint(tmp_path):
     command = [sys.executable, "-X", "importtime", "-m", "prunex_mpi.train", *SMALL]
     command += ["--model", "resnet8-w4", "--run-dir", "run", "--outer-iterations", "500"]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -213,7 +190,7 @@ def test_a_signal_before_torch_and_mpi_are_there_leaves_a_checkpoint(tmp_path, n
         if "prunex_mpi.base.signals" in line:
             break
     time.sleep(0.01)
-    job.send_signal(number)
+    job.send_signal(signal.SIGTERM)
     text = job.communicate(timeout=120)[1]
     assert job.returncode == 75, text
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "preempted"
@@ -221,10 +198,10 @@ def test_a_signal_before_torch_and_mpi_are_there_leaves_a_checkpoint(tmp_path, n
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("closed", ["2>&-", "0<&- >&- 2>&-"])
-def test_closed_streams_do_not_end_a_run(tmp_path, closed):
+@pytest.mark.long
+def test_closed_streams_do_not_end_a_run(tmp_path):
     words = [sys.executable, "-m", "prunex_mpi.train", *SMALL, "--model", "resnet8-w4"]
-    command = f"{shlex.join([*words, '--run-dir', 'run'])} {closed}"
+    command = f"{shlex.join([*words, '--run-dir', 'run'])} 0<&- >&- 2>&-"
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=environment(), timeout=120, check=False
     )

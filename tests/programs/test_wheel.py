@@ -85,6 +85,7 @@ def test_the_source_distribution_holds_all_that_its_tests_need(tree):
     assert wanted | {*SOURCES} <= held
 
 
+@pytest.mark.long
 def test_the_installed_wheel_trains_from_another_folder(wheel, tmp_path):
     installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     run(["-m", "pip", "install", "--no-deps", "--target", str(installed), str(wheel)], tmp_path)

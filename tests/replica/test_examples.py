@@ -28,14 +28,13 @@ def output_of(name: str, *arguments: str) -> str:
     return found.stdout
 
 
+@pytest.mark.any_mpi
 def test_digits_become_known_by_a_smaller_network(tmp_path: Path) -> None:
     text = output_of("digits", str(tmp_path))
     found = re.search(DIGITS, text)
     assert found and float(found[1]) > 0.9
     small = torch.load(tmp_path / "small.pt", weights_only=False)
     assert sum(p.numel() for p in small.parameters()) == 5226
-    # Started again it goes on from where it was: the end.
-    assert output_of("digits", str(tmp_path)) == text
 
 
 @pytest.mark.any_mpi
@@ -45,6 +44,7 @@ def test_a_model_of_transformers_becomes_smaller_by_its_own_loss() -> None:
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long
 def test_trainer_steps_by_the_replica() -> None:
     found = re.search(TRAINER, output_of("transformers_trainer"))
     assert found and float(found[1]) < 2.5

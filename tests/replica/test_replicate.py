@@ -25,7 +25,7 @@ from prunex_mpi.run.problem import load_dataset
 from prunex_mpi.run.start import assemble
 from prunex_mpi.run.supervision import outer_iterations
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 # As the program's: pieces of a message are rounded by themselves.
 TRANSPORT = build_transport(CPU, 32.0, "host", 60)
@@ -65,6 +65,10 @@ CASES = {
     "clicktrain": ("clicktrain", {}, 0.9),
     "qsr": ("qsr", {"qsr_alpha": 0.02}, 0.9),
 }
+# Those with nothing of their own between the loop and the exchange; and those of more than two.
+RARELY = ("prunex", "local-sgd", "sparseloco", "topk", "powersgd", "omnireduce", "spardl", "fp16")
+RARELY += ("adacgd", "clicktrain", "terngrad", "gossip")
+ON_FOUR = ("prunex int4", "dense by leaders")
 RATE, DECAY = 0.01, 1e-4
 
 
@@ -115,7 +119,14 @@ def batches_of(context: RunContext) -> Iterator[tuple[Tensor, Tensor]]:
         yield context.problem.train.next()
 
 
-@pytest.mark.parametrize("case", CASES)
+def own_cases() -> Iterator[Any]:
+    """Yield the cases with their marks."""
+    for name in CASES:
+        marks = [] if name in ON_FOUR else [pytest.mark.two_ranks]
+        yield pytest.param(name, marks=[*marks, pytest.mark.long] if name in RARELY else marks)
+
+
+@pytest.mark.parametrize("case", own_cases())
 def test_own_loop_has_the_programs_weights_bit_for_bit(case: str) -> None:
     method, settings, momentum = CASES[case]
     steps = {"steps_per_epoch": 64 // WORLD.size // 4}
@@ -138,8 +149,11 @@ def test_own_loop_has_the_programs_weights_bit_for_bit(case: str) -> None:
         replica.close()
 
 
-@pytest.mark.parametrize("case", ["prunex removed", "diloco", "dgc", "dense", "qsr"])
-@pytest.mark.parametrize("stop", [5, 10])
+@pytest.mark.two_ranks
+@pytest.mark.parametrize(
+    ("case", "stop"),
+    [("prunex removed", 10), ("diloco", 5), ("dgc", 10), ("dense", 5), ("qsr", 10)],
+)
 def test_resumed_loop_goes_on_bit_for_bit(case: str, stop: int) -> None:
     method, settings, momentum = CASES[case]
     with program(method, settings) as (_, context):
@@ -179,6 +193,7 @@ class Averaged(torch.optim.Optimizer):
             p.lerp_(z.sub_(p.grad, alpha=self.param_groups[0]["lr"]), 0.5)
 
 
+@pytest.mark.two_ranks
 def test_an_optimizer_may_call_its_memory_as_the_method_does() -> None:
     found = []
     for stop in (6, 3):
@@ -241,6 +256,7 @@ def test_resumes_on_other_nodes_from_what_all_had_in_common(case: str) -> None:
     other.close()
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop", "adagrad", "nadam", "two groups", "frozen"])
 def test_any_optimizer_trains_on_the_mask(kind: str) -> None:
     torch.manual_seed(0)
@@ -305,6 +321,7 @@ class TwoHeads(nn.Module):
         return dict(zip("ab", outputs, strict=True)) if self.form is dict else self.form(outputs)
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("form", [tuple, list, dict])
 def test_every_output_keeps_its_channels(form: type) -> None:
     torch.manual_seed(0)
@@ -340,6 +357,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_means_nothing_is_refused_in_a_sentence(case: str) -> None:
     given, sentence = REFUSED[case]
@@ -351,6 +369,7 @@ def test_what_means_nothing_is_refused_in_a_sentence(case: str) -> None:
     assert sentence in str(caught.value)
 
 
+@pytest.mark.two_ranks
 def test_no_optimizer_and_one_of_another_model_are_refused() -> None:
     model, length = new_model(), {"method": "dense", **LENGTH}
     with pytest.raises(UserError, match=r"third argument of replicate is of type float"):
@@ -360,6 +379,7 @@ def test_no_optimizer_and_one_of_another_model_are_refused() -> None:
         prunex_mpi.replicate(WORLD, model, other, **length)
 
 
+@pytest.mark.two_ranks
 def test_steps_beyond_the_length_and_of_the_optimizer_alone_are_refused() -> None:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -402,6 +422,7 @@ def trained(scaled: bool, length: int = 6, **given: Any) -> Replica:
     return replica
 
 
+@pytest.mark.two_ranks
 def test_a_scaler_changes_no_weight_and_skips_what_overflows() -> None:
     plain, scaled = trained(False), trained(True)
     # Powers of two scale without rounding.
@@ -411,6 +432,7 @@ def test_a_scaler_changes_no_weight_and_skips_what_overflows() -> None:
     scaled.close()
 
 
+@pytest.mark.two_ranks
 def test_statistics_are_estimated_on_batches_that_are_given() -> None:
     batches = [torch.randn(16, 3, 8, 8) for _ in range(4)]
     # Before masks freeze: then averages follow what is trained on them.
@@ -424,6 +446,7 @@ def test_statistics_are_estimated_on_batches_that_are_given() -> None:
         assert alike
 
 
+@pytest.mark.two_ranks
 def test_what_is_clipped_is_what_is_averaged() -> None:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -9,6 +9,7 @@ from refused import assert_refused
 
 from mpi4py import MPI
 
+from prunex_mpi import bench
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.record_keys import CONSENSUS_PHASES
@@ -197,15 +198,16 @@ def test_sections_fit_the_number_of_ranks():
             choose_sections((section,), ranks)
 
 
-def test_the_program_prints_the_machine_and_writes_the_same_tables(tmp_path):
+@pytest.mark.usefixtures("failing_instead_of_aborting")
+def test_the_program_prints_the_machine_and_writes_the_same_tables(tmp_path, capsys):
     path = tmp_path / "bench.json"
-    done = run_bench("kernels", "--model", "resnet8", "--repeat=1", "--threads=1", f"--json={path}")
-    assert done.returncode == 0, done.stderr
-    written = json.loads(path.read_text())
+    flags = ["kernels", "--model=resnet8", "--repeat=1", "--threads=1", f"--json={path}"]
+    assert bench.main(flags) == 0
+    written, printed = json.loads(path.read_text()), capsys.readouterr().out
     assert f"torch {torch.__version__}" in written["machine"]["machine"]
     assert "1 threads per rank" in written["machine"]["machine"]
     for text in (*written["machine"].values(), *(t["title"] for t in written["tables"])):
-        assert text in done.stdout
+        assert text in printed
 
 
 def test_actions_take_turns_and_the_first_turn_is_not_counted():

@@ -126,47 +126,30 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
     assert dense.evaluate_every == 1
 
 
-@pytest.mark.parametrize(
-    ("plan", "rows"),
-    [
-        ("plan_resnet8.toml", 18),
-        ("plan_images.toml", 5),
-        ("plan_nodes.toml", 5),
-        ("plan_nodes_local.toml", 11),
-        ("plan_four_nodes.toml", 4),
-        ("plan_kernels.toml", 5),
-        ("plan_small.toml", 3),
-        ("plan_pruned.toml", 5),
-        ("plan_rates.toml", 6),
-        ("plan_resnet18.toml", 5),
-        ("plan_gpu.toml", 6),
-        ("plan_gpu_24.toml", 5),
-        ("plan_linux_doc.toml", 8),
-        ("plan_linux_doc_small.toml", 8),
-        ("plan_ablations.toml", 14),
-        ("plan_resnet20.toml", 8),
-        ("plan_presets.toml", 3),
-        ("pace_vgg19.toml", 6),
-    ],
-)
-def test_the_plans_that_are_shipped_can_be_run(plan, rows):
-    path = Path(__file__).resolve().parents[2] / "batch" / plan
+BATCH = Path(__file__).resolve().parents[2] / "batch"
+
+
+@pytest.mark.parametrize("path", sorted(BATCH.glob("p*_*.toml")), ids=lambda path: path.stem)
+def test_the_plans_that_are_shipped_can_be_run(path):
     options = parse(["--plan", str(path), "--data-dir", "x"])
-    assert len(options.rows) == rows
+    assert len(options.rows) > 2
+    made = set()
     for row in options.rows:
         settings = settings_of(options.common, row, 0)
-        text = settings.dataset == "text"
-        with torch.device("meta"):
-            make_model(settings, Tokens(65, settings.context) if text else Images(32, 10))
+        network = settings.model, settings.stem, settings.context
+        if network not in made:
+            text = settings.dataset == "text"
+            with torch.device("meta"):
+                make_model(settings, Tokens(65, settings.context) if text else Images(32, 10))
+        made.add(network)
 
 
 def test_results_tell_which_plan_they_are_of():
     """By its hash, or one that the plan names, where a preset's values were written out since."""
-    root = Path(__file__).resolve().parents[2]
     known = ""
-    for path in sorted((root / "batch").glob("plan_*.toml")):
+    for path in sorted(BATCH.glob("plan_*.toml")):
         known += f"{parse(['--plan', str(path), '--data-dir', 'x']).plan} {path.read_text()}"
-    results = sorted((root / "prunex_mpi/methods/results").glob("*.json"))
+    results = sorted((BATCH.parent / "prunex_mpi/methods/results").glob("*.json"))
     assert results
     for path in results:
         plan = json.loads(path.read_text())["comparison"].get("plan")

@@ -73,6 +73,7 @@ def read_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.two_ranks
 @pytest.mark.mpi
 @pytest.mark.parametrize("scenario", DRIVERS)
 def test_every_rank_and_every_variable_begins_with_the_weights(scenario, monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from nodes import WORLD, nodes_of
-from small_runs import SCENARIOS, small_run
+from small_runs import DRIVERS, small_run
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
@@ -47,7 +47,9 @@ def drive(
 
 @pytest.mark.parametrize(
     ("scenario", "ranks_per_node"),
-    [(scenario, 2) for scenario in SCENARIOS] + [("recipe", 1), ("recipe", 3), ("int4", 3)],
+    # One of each driver, and what differs in how it sends.
+    [(name, 2) for name in (*DRIVERS, "paper", "behind", "topk", "pactrain")]
+    + [("recipe", 1), ("recipe", 3), ("int4", 3)],
 )
 def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(scenario, ranks_per_node):
     each = 1 if scenario == "flat consensus" else ranks_per_node

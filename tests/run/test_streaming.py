@@ -147,6 +147,7 @@ GREY = {"image_mean": (0.5,) * 3, "image_std": (0.25,) * 3, "evaluate_every": 3}
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
+@pytest.mark.two_ranks
 @pytest.mark.parametrize("scenario", ["recipe", "local sgd", "flat consensus", "dense", "behind"])
 def test_an_image_that_one_rank_cannot_read_ends_all(files, scenario):
     each = 1 if scenario == "flat consensus" else 2
@@ -168,6 +169,7 @@ def test_an_image_that_one_rank_cannot_read_ends_all(files, scenario):
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
+@pytest.mark.two_ranks
 def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
     with (
         nodes_of(2) as topology,
@@ -187,6 +189,7 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
+@pytest.mark.two_ranks
 def test_statistics_of_damaged_images_are_refused_by_all_ranks(files):
     files |= {"model": "resnet8-w4"}
     with nodes_of(2) as topology, small_run(topology, "recipe", **files) as context:
@@ -200,6 +203,7 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(files):
 
 @pytest.mark.any_mpi
 @pytest.mark.mpi
+@pytest.mark.two_ranks
 def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(files, monkeypatch):
     monkeypatch.setattr(pactrain, "SAMPLES", 2)
     found = []

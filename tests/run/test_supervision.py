@@ -292,6 +292,16 @@ def test_looking_at_the_model_draws_no_random_numbers():
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_tasks_of_slurm_that_do_not_find_each_other_are_refused(tmp_path, monkeypatch, capfd):
+    """N silent singletons would train otherwise, each by itself."""
+    slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "isatty", lambda _: False)
+    assert run(tmp_path / "run") == 2
+    assert "Slurm started 2 tasks" in capfd.readouterr().err
+
+
 @pytest.mark.usefixtures("leaving_early")
 def test_a_job_of_slurm_that_is_over_is_refused_before_the_data_are_loaded(
     tmp_path, monkeypatch, capfd

@@ -255,13 +255,6 @@ def test_a_node_of_two_goes_on_alone_and_has_the_other_one_again(tmp_path):
     assert found == list(range(1, length + 1))
 
 
-@pytest.mark.jobs
-def test_an_mpi_that_can_t_go_on_is_refused(tmp_path):
-    done = train(2, [*SMALL, *CONTINUE, "--run-dir", "run"], tmp_path)
-    assert done.returncode == 2
-    assert "start it with Open MPI's mpirun --with-ft ulfm, or leave it away" in done.stderr
-
-
 @pytest.mark.faults
 @pytest.mark.jobs
 def test_drawn_losses(tmp_path, request):
