@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from nets import RandomStream
@@ -120,6 +121,23 @@ def difference(mine, reference):
     gap = sum(float(((mine[n] - reference[n]).double() ** 2).sum()) for n in reference)
     size = sum(float((reference[n].double() ** 2).sum()) for n in reference)
     return gap**0.5 / max(size**0.5, 1e-12)
+
+
+def assert_like_oracle(record, state, expected):
+    """Compare an outer iteration of a method that keeps all ranks alike with its oracle."""
+    for flat in (state.theta, state.z, state.z_node):
+        assert difference(by_name(flat, state), expected.z) < 1e-11
+        assert_alike_on_all_ranks(flat)
+    assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
+    assert_statistics(state, expected.statistics)
+
+
+def assert_statistics(state, expected, rtol=1e-11, atol=1e-12):
+    """Compare the running averages of each BatchNorm with its pair in `expected`."""
+    near = {"rtol": rtol, "atol": atol}
+    for module, (mean, variance) in zip(state.bn_modules, expected, strict=True):
+        torch.testing.assert_close(module.running_mean.cpu(), mean, **near)
+        torch.testing.assert_close(module.running_var.cpu(), variance, **near)
 
 
 def node_sizes_of(size, ranks_per_node):

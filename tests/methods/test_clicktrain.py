@@ -5,7 +5,7 @@ import torch
 from driving import (
     SHAPES,
     STEPS,
-    assert_alike_on_all_ranks,
+    assert_like_oracle,
     by_name,
     difference,
     element_masks,
@@ -43,13 +43,7 @@ def test_program_equals_oracle(aggregation, ranks_per_node):
     with nodes_of(ranks_per_node) as topology:
         runs = run_driver(topology, settings, model, RandomStream(WORLD.rank, torch.float64))
         for (record, state), expected in zip(runs, history, strict=True):
-            for flat in (state.theta, state.z, state.z_node):
-                assert difference(by_name(flat, state), expected.z) < 1e-11
-                assert_alike_on_all_ranks(flat)
-            assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
-            for module, (mean, var) in zip(state.bn_modules, expected.statistics, strict=True):
-                torch.testing.assert_close(module.running_mean.cpu(), mean, rtol=1e-11, atol=1e-12)
-                torch.testing.assert_close(module.running_var.cpu(), var, rtol=1e-11, atol=1e-12)
+            assert_like_oracle(record, state, expected)
             assert record["frozen"] == expected.hard
             if not expected.hard:
                 assert record["density"] == 1.0 and state.theta.all()

@@ -7,6 +7,7 @@ from driving import (
     COMMON,
     STEPS,
     assert_alike_on_all_ranks,
+    assert_statistics,
     by_name,
     difference,
     run_driver,
@@ -49,9 +50,7 @@ def test_nodes_and_their_mean_equal_the_oracle(ranks_per_node):
             assert record["train_loss"] == pytest.approx(wanted.loss, rel=1e-11)
             # The mean over the nodes is no part of training.
             assert record["seconds"]["evaluate"] > 0
-            for module, (mean, var) in zip(state.bn_modules, wanted.statistics, strict=True):
-                torch.testing.assert_close(module.running_mean.cpu(), mean, rtol=1e-11, atol=1e-12)
-                torch.testing.assert_close(module.running_var.cpu(), var, rtol=1e-11, atol=1e-12)
+            assert_statistics(state, wanted.statistics)
             if not topology.is_leader:
                 continue
             # A message a step, and nothing more, leaves the node; the mean is for evaluation.

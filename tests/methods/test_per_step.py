@@ -13,6 +13,7 @@ from driving import (
     STEPS,
     STEPS_PER_EPOCH,
     assert_alike_on_all_ranks,
+    assert_like_oracle,
     by_name,
     difference,
     make_context,
@@ -106,14 +107,8 @@ def test_program_equals_oracle(aggregation, ranks_per_node, method):
         stream = RandomStream(WORLD.rank, torch.float64)
         runs = run_driver(topology, settings, model, stream)
         for (record, state), expected in zip(runs, history, strict=True):
-            for flat in (state.theta, state.z, state.z_node):
-                assert difference(by_name(flat, state), expected.z) < 1e-11
-                assert_alike_on_all_ranks(flat)
-            assert record["train_loss"] == pytest.approx(expected.loss, rel=1e-11)
+            assert_like_oracle(record, state, expected)
             assert record["density"] == 1.0
-            for module, (mean, var) in zip(state.bn_modules, expected.statistics, strict=True):
-                torch.testing.assert_close(module.running_mean.cpu(), mean, rtol=1e-11, atol=1e-12)
-                torch.testing.assert_close(module.running_var.cpu(), var, rtol=1e-11, atol=1e-12)
     assert record["status"] == "completed"
 
 

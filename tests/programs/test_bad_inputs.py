@@ -29,11 +29,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from safetensors import safe_open
 from torch import nn
 
 from prunex_mpi import train
-from prunex_mpi.base.files import read_record
 from prunex_mpi.config.resolve import FIELDS, GIVEN
 from prunex_mpi.run import checkpoint_files, program
 from prunex_mpi.settings.fields import SHARED, key_of
@@ -51,7 +49,7 @@ SYNTHETIC = [
 ]
 DRY = ["--dry-run", "--model", "odd_models:small", *SYNTHETIC]
 OLDER, NEWEST = "000001-iteration-2-step-0", "000002-iteration-3-step-0"
-RANK_0, RANK_1, MANIFEST = "rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"
+RANK_0, MANIFEST = "rank-00000.safetensors", "manifest.json"
 BOTH_REFUSED = (f"{NEWEST}: ", f"{OLDER}: ")
 # The same inputs each time, and nothing kept between two runs of the suite.
 PROPERTY = settings(deadline=None, database=None, derandomize=True, max_examples=15)
@@ -683,11 +681,6 @@ def says(key: str, value: object) -> Damage:
     return lambda folder: rewrite_manifest(folder, change)
 
 
-def record_of(path: Path) -> list[int]:
-    record = read_record(path)
-    return [record.size, record.crc32]
-
-
 def link_to_itself_moved(path: Path) -> None:
     path.rename(path.with_name("moved"))
     path.symlink_to("moved")
@@ -822,70 +815,3 @@ def test_the_source_of_the_model_has_changed(interrupted, monkeypatch, name):
     factory, code, words = MODELS[name]
     monkeypatch.setattr(odd_models, "small", factory)
     assert_refused(resume(interrupted), code, *words)
-
-
-# --------------------------------------------------------------------------------------------------
-# Checkpoints of two ranks
-# --------------------------------------------------------------------------------------------------
-
-
-def read_rank_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    with safe_open(path, framework="pt") as file:
-        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-        return tensors, json.loads(file.metadata()["numbers"])
-
-
-def as_of_two_ranks(folder: Path) -> None:
-    """Add what rank 1 of the same node would have written."""
-    tensors, numbers = read_rank_file(folder / RANK_0)
-    for key in ("z", "z_node", "v", "mask", "rho1", "rho2"):
-        del tensors[key]
-    checkpoint_files.write_rank_file(folder, 1, tensors, numbers)
-    records = [record_of(folder / name) for name in (RANK_0, RANK_1)]
-    rewrite_manifest(folder, lambda m: m.update(node_sizes=[2], nodes=[0, 0], ranks=records))
-
-
-def as_copies(folder: Path, copies: list[str]) -> None:
-    """Have rank 1 say that its leader wrote these for it, and leave them out."""
-    path = checkpoint_files.rank_file(folder, 1)
-    tensors, numbers = read_rank_file(path)
-    tensors = {key: tensor for key, tensor in tensors.items() if key not in copies}
-    path.unlink()
-    checkpoint_files.write_rank_file(folder, 1, tensors, {**numbers, "as_leader": copies})
-    records = [record_of(folder / name) for name in (RANK_0, RANK_1)]
-    rewrite_manifest(folder, lambda m: m.update(ranks=records))
-
-
-def swap(folder: Path, with_records: bool = False) -> None:
-    (folder / RANK_0).rename(folder / "x")
-    (folder / RANK_1).rename(folder / RANK_0)
-    (folder / "x").rename(folder / RANK_1)
-    if with_records:
-        rewrite_manifest(folder, lambda m: m.update(ranks=m["ranks"][::-1]))
-
-
-TWO_RANKS = [
-    both("swapped", swap, RANK_0),
-    both("swapped with their records", lambda p: swap(p, True), "rank 0"),
-    both("the same twice", lambda p: shutil.copy(p / RANK_0, p / RANK_1), RANK_1),
-    both("second absent", lambda p: (p / RANK_1).unlink(), RANK_1, PLAIN),
-    both("second cut", lambda p: cut(p / RANK_1, 500), RANK_1),
-    both("second flipped", lambda p: flip(p / RANK_1, 20_000, 7), RANK_1),
-    both("second a link", lambda p: replace(p / RANK_1, link=RANK_0), RANK_1, PLAIN),
-]
-
-
-@parameters(TWO_RANKS)
-def test_bad_checkpoints_of_two_ranks(interrupted, case):
-    in_both(as_of_two_ranks)(interrupted)
-    case.damage(interrupted)
-    assert_refused(resume(interrupted), case.code, "no checkpoint can be used", *case.words)
-
-
-@pytest.mark.parametrize("copies", [[], ["theta", "u", "optimizer.momentum_buffer"]])
-def test_a_whole_checkpoint_of_two_ranks_is_taken(interrupted, copies):
-    in_both(as_of_two_ranks)(interrupted)
-    in_both(lambda folder: as_copies(folder, copies))(interrupted)
-    ended = resume(interrupted)
-    assert (ended.code, ended.lines) == (0, [])
-    assert any(f"going on from checkpoint {NEWEST} on other nodes" in s for s in ended.records)

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice, product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +36,8 @@ from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.mask_choice import SENSITIVITY
-from prunex_mpi.core.memory import FIRST, RANK, SUM
+from prunex_mpi.core.lasting import lasting
+from prunex_mpi.core.memory import FIRST, FROM_Z, MEAN, RANK, SUM, ZERO
 from prunex_mpi.core.state import (
     CODED,
     KNOWN,
@@ -46,6 +47,7 @@ from prunex_mpi.core.state import (
     RunContext,
     State,
     build_state,
+    every_rank_sends,
 )
 from prunex_mpi.data.request import Request
 from prunex_mpi.methods.declared import METHODS
@@ -224,7 +226,7 @@ RARELY = ("int8sum", "racks", "diloco int4", "behind", "diloco int4 behind", "on
 RARELY += ("dense adamw", "all blocks", "fp16 gradients", "bf16", "spardl", "parallax", "embrace")
 RARELY += ("int4", "shrunk", "local-sgd", "qsr")
 # Followers that hold something of their own, or nothing of what their leaders hold, are in these.
-OF_NODES = ("recipe", "paper", "fp16", "apart", "topk", "dgc", "pactrain", "diloco", "one-shot")
+OF_NODES = ("recipe", "paper", "fp16", "outer", "topk", "dgc", "pactrain", "diloco", "one-shot")
 OF_NODES += ("removed", "int4 behind", "paper int8 behind")
 
 
@@ -517,47 +519,6 @@ def test_weights_that_are_not_trained_come_back(after):
                 assert not parameter.requires_grad
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(("scenario", "before", "after"), [("recipe", 1, 4), ("paper", 3, 2)])
-def test_other_nodes_take_over_what_is_common(scenario, before, after):
-    # In float64: sums over ranks in another order.
-    with run_directory() as files:
-        with nodes_of(before) as topology:
-            first = new_run(topology, scenario, torch.float64)
-            # In the fourth iteration, one local step in.
-            list(first.iterate(StopsAt(10)))
-            first.save(files)
-            old, sizes = vectors(first), topology.node_sizes
-        momentum = old["momentum_buffer"].numpy()
-        WORLD.Allreduce(momentum.copy(), momentum)
-        with nodes_of(after) as topology:
-            if topology.node_sizes == sizes:
-                return
-            second = new_run(topology, scenario, torch.float64)
-            restored = second.restore(files)
-            assert restored.other_nodes
-            assert "duals start at" in restored.describe()[0]
-            new = vectors(second)
-            for name in ("z", "mask", "rho1", "rho2"):
-                assert torch.equal(new[name], old[name]), name
-            assert torch.equal(new["theta"], old["z"])
-            assert torch.equal(new["z_node"], old["z"])
-            assert not new["u"].any()
-            assert not new["v"].any()
-            mean = torch.from_numpy(momentum / WORLD.size)
-            torch.testing.assert_close(new["momentum_buffer"], mean, rtol=1e-12, atol=1e-12)
-            assert (second.state.position.iteration, second.state.position.step) == (4, 0)
-            records = list(second.iterate())
-            assert [record["iteration"] for record in records] == [4, 5, 6]
-            assert records[-1]["density"] < 0.7
-            # sum_i P_i v_i = 0 holds on the new nodes, too.
-            weighted = topology.node_size * second.state.v.numpy()
-            total = np.zeros_like(weighted)
-            if topology.is_leader:
-                topology.leader.Allreduce(weighted, total)
-                assert np.abs(total).max() < 1e-12
-
-
 DEALT_OUT = [
     (*case, call)
     for call in (4, 13)
@@ -618,58 +579,87 @@ def test_other_nodes_take_over_what_is_under_way_and_what_is_left_over(
             assert torch.equal(gone, second.state.z)
 
 
+# By the fourth iteration the supports are stable.
+PRUNED_FIRST = {"pactrain_ternary": False, "pactrain_prune_iteration": 0}
+GATES = {"groups": ("coupled",), "score": "gates"}
+HIERARCHICAL = {"aggregation": "hierarchical"}
+# Scenario, changes, ranks per node before and after.
+ELSEWHERE = [
+    ("recipe", {}, 1, 4),
+    ("paper", {}, 3, 2),
+    ("outer", {}, 1, 4),
+    ("diloco", {}, 2, 3),
+    ("diloco adamw", {}, 1, 4),
+    ("one-shot", {**GATES, "node_sync": "step"}, 1, 2),
+    ("one-shot", {**GATES, "node_sync": "outer"}, 1, 4),
+    ("sparseloco", {"node_sync": "step"}, 2, 3),
+    ("powersgd", {"aggregation": "flat"}, 2, 3),
+    *((name, HIERARCHICAL, 2, 3) for name in ("topk", "dgc", "lion")),
+    ("pactrain", PRUNED_FIRST, 2, 3),
+    *(
+        pytest.param(*case, 2, 3, marks=pytest.mark.long)
+        for case in (
+            ("topk", {"aggregation": "flat"}),
+            ("omnireduce", {}),
+            ("spardl", HIERARCHICAL),
+        )
+    ),
+]
+
+
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    ("method", "aggregation"),
-    [
-        ("topk", "hierarchical"),
-        ("dgc", "hierarchical"),
-        ("powersgd", "flat"),
-        ("sparseloco", ""),
-        ("lion", "hierarchical"),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (("topk", "flat"), ("omnireduce", "flat"), ("spardl", "hierarchical"))
-        ),
-    ],
-)
-def test_what_has_not_been_sent_is_dealt_out_to_other_nodes(method, aggregation):
-    def own(run: Run) -> np.ndarray:
-        summed = [e.tensor for _, e in run.state.memory.items() if e.elsewhere == SUM]
-        return torch.stack(summed).numpy()
-
-    def kept(run: Run) -> np.ndarray:
-        total = np.empty_like(own(run))
-        WORLD.Allreduce(own(run), total)
-        return total
-
-    changes = {"method": method}
-    if aggregation:
-        changes["aggregation"] = aggregation
+@pytest.mark.parametrize(("scenario", "changes", "before", "after"), ELSEWHERE)
+def test_all_that_lasts_goes_to_other_nodes_as_it_is_declared(scenario, changes, before, after):
+    # In float64: sums over ranks in another order.
     with run_directory() as files:
-        with nodes_of(2) as topology:
-            first = new_run(topology, method, torch.float64, **changes)
+        with nodes_of(before) as topology:
+            first = new_run(topology, scenario, torch.float64, **changes)
+            # In the fourth iteration, one local step in.
             list(first.iterate(StopsAt(10)))
             first.save(files)
-            before, sizes = kept(first), topology.node_sizes
-            # Followers have no use for what the workers share.
-            spoke = aggregation == "flat" or topology.is_leader
-        with nodes_of(3 if WORLD.size > 2 else 1) as topology:
-            assert topology.node_sizes != sizes
-            second = new_run(topology, method, torch.float64, **changes)
-            (text,) = second.restore(files).describe()
-            assert "is dealt out anew" in text and "duals" not in text
-            after = own(second)
-            for name, entry in second.state.memory.items():
-                if entry.elsewhere == FIRST and spoke:
-                    assert torch.equal(entry.tensor, first.state.memory[name])
-            np.testing.assert_allclose(kept(second), before, rtol=1e-12, atol=1e-14)
-            weight = 1 / WORLD.size
-            if aggregation != "flat":
-                weight = topology.node_size / WORLD.size if topology.is_leader else 0.0
-            np.testing.assert_allclose(after, weight * before, rtol=1e-12, atol=1e-14)
-            assert before.any()
-            assert [r["iteration"] for r in second.iterate()] == [4, 5, 6]
+            old, sizes = lasting(first.state, first.problem.model), topology.node_sizes
+        with nodes_of(after) as topology:
+            if topology.node_sizes == sizes:
+                return
+            second = new_run(topology, scenario, torch.float64, **changes)
+            restored = second.restore(files)
+            assert restored.other_nodes
+            new, state = lasting(second.state, second.problem.model), second.state
+            assert new.keys() == old.keys()
+            weight = topology.node_weight if topology.is_leader else 0.0
+            weight = 1 / WORLD.size if every_rank_sends(second.settings) else weight
+            sums = []
+            for name, entry in new.items():
+                if name.startswith("buffer."):
+                    # BatchNorm's are means of moments.
+                    continue
+                total = np.empty_like(mine := old[name].tensor.double().numpy())
+                WORLD.Allreduce(mine, total)
+                if entry.elsewhere in (SUM, MEAN):
+                    sums.append(total.any())
+                wanted = {
+                    FIRST: lambda mine=mine: WORLD.bcast(mine),
+                    SUM: lambda total=total: weight * total,
+                    MEAN: lambda total=total: total / WORLD.size,
+                    FROM_Z: old["z"].tensor.numpy,
+                    ZERO: lambda mine=mine: np.zeros_like(mine),
+                }[entry.elsewhere]()
+                found = entry.tensor.double().numpy()
+                np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-14, err_msg=name)
+            assert any(sums)
+            assert np.array_equal(state.mask.bits, first.state.mask.bits)
+            assert (state.position.iteration, state.position.step) == (4, 0)
+            (text,) = restored.describe()
+            dealt_out = any(entry.elsewhere == SUM for entry in new.values())
+            assert ("is dealt out anew" in text) == dealt_out
+            assert ("duals start at" in text) == (scenario in ("recipe", "paper", "outer"))
+            assert [record["iteration"] for record in second.iterate()] == [4, 5, 6]
+            # sum_i P_i v_i = 0 holds on the new nodes, too.
+            weighted = topology.node_size * state.v.numpy()
+            total = np.zeros_like(weighted)
+            if topology.is_leader:
+                topology.leader.Allreduce(weighted, total)
+                assert np.abs(total).max() < 1e-12
 
 
 @pytest.mark.mpi(min_size=2)
@@ -692,75 +682,6 @@ def test_what_the_lost_had_estimated_is_lost_with_them(lost):
         total = np.empty_like(left)
         WORLD.Allreduce(memory["estimate"].numpy(), total)
         np.testing.assert_allclose(total, left, rtol=0, atol=1e-12)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_the_moments_of_adamw_go_to_other_nodes_as_means():
-    with run_directory() as files:
-        with nodes_of(1) as topology:
-            first = new_run(topology, "diloco adamw", torch.float64)
-            list(first.iterate(StopsAt(10)))
-            first.save(files)
-        old = first.state.optimizer.tensors()
-        assert (old["step"] == 10).all()
-        with nodes_of(WORLD.size) as topology:
-            second = new_run(topology, "diloco adamw", torch.float64)
-            assert second.restore(files).other_nodes
-            new = second.state.optimizer.tensors()
-            assert (new["step"] == 10).all()
-            for name in ("exp_avg", "exp_avg_sq"):
-                total = np.empty_like(old[name].numpy())
-                WORLD.Allreduce(old[name].numpy(), total)
-                np.testing.assert_allclose(new[name], total / WORLD.size, rtol=1e-12, atol=1e-15)
-            assert [record["iteration"] for record in second.iterate()] == [4, 5, 6]
-
-
-# By the fourth iteration the supports are stable.
-PRUNED_FIRST = {"pactrain_ternary": False, "pactrain_prune_iteration": 0}
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("node_sync", ["step", "outer"])
-def test_what_gradients_have_told_of_groups_goes_to_other_nodes_as_a_mean(node_sync):
-    """Steps before and after count alike in a score, whatever the nodes then and now."""
-    changes = {"groups": ("coupled",), "score": "gates", "node_sync": node_sync}
-    with run_directory() as files:
-        with nodes_of(1) as topology:
-            first = new_run(topology, "one-shot", torch.float64, **changes)
-            list(first.iterate(StopsAt(11)))
-            first.save(files)
-            mean = WORLD.allreduce(first.state.memory[SENSITIVITY].numpy()) / WORLD.size
-        assert mean.any()
-        for ranks_per_node in (2, WORLD.size):
-            with nodes_of(ranks_per_node) as topology:
-                second = new_run(topology, "one-shot", torch.float64, **changes)
-                (text,) = second.restore(files).describe()
-                assert "on other nodes" in text and "dealt out" not in text
-                found = second.state.memory[SENSITIVITY]
-                np.testing.assert_allclose(found, mean, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(("scenario", "changes"), [("diloco", {}), ("pactrain", PRUNED_FIRST)])
-def test_what_all_ranks_share_goes_to_other_nodes_as_it_is(scenario, changes):
-    with run_directory() as files:
-        with nodes_of(2) as topology:
-            first = new_run(topology, scenario, **changes)
-            list(first.iterate(StopsAt(10)))
-            first.save(files)
-        with nodes_of(3 if WORLD.size > 2 else 1) as topology:
-            second = new_run(topology, scenario, **changes)
-            assert second.restore(files).other_nodes
-            before, after = first.state.memory, second.state.memory
-            assert all(torch.equal(before[name], entry.tensor) for name, entry in after.items())
-            if scenario == "diloco":
-                assert before["outer_momentum"].any()
-            else:
-                assert before["stable"].all()
-            assert [record["iteration"] for record in second.iterate()] == [4, 5, 6]
-            if scenario == "pactrain":
-                assert second.state.frozen
-                assert not second.state.z[after["pruned"]].any()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -859,8 +780,22 @@ def test_what_ranks_of_a_node_hold_alike_is_written_once(scenario, once):
                 assert keys.isdisjoint(numbers["as_leader"])
 
 
+def swap_ranks(folder: Path) -> None:
+    """Give the first and the last rank each other's file, and the manifest their records."""
+    first, last = (checkpoint_files.rank_file(folder, rank) for rank in (0, WORLD.size - 1))
+    first.rename(folder / "moved")
+    last.rename(first)
+    (folder / "moved").rename(last)
+    manifest = folder / "manifest.json"
+    told = json.loads(json.loads(manifest.read_text())["body"])
+    told["ranks"][0], told["ranks"][-1] = told["ranks"][-1], told["ranks"][0]
+    body = json.dumps(told)
+    manifest.write_text(json.dumps({"crc32": zlib.crc32(body.encode()), "body": body}))
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.two_ranks
-@pytest.mark.parametrize("victim", ["first", "last", "manifest"])
+@pytest.mark.parametrize("victim", ["first", "last", "manifest", "swapped"])
 def test_damage_on_one_rank_is_refused_by_all(victim):
     with nodes_of(2) as topology, run_directory() as files:
         run = new_run(topology, "recipe")
@@ -870,14 +805,17 @@ def test_damage_on_one_rank_is_refused_by_all(victim):
         good = vectors(run)
         next(iterations)
         run.save(files)
-        rank = 0 if victim == "first" else WORLD.size - 1
+        rank = 0 if victim in ("first", "swapped") else WORLD.size - 1
         if files is not None:
             newest = files.path / "checkpoints" / checkpoint_files.valid_names(files.path)[0]
             path = newest / f"rank-{rank:05d}.safetensors"
             path = newest / "manifest.json" if victim == "manifest" else path
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
-            path.write_bytes(data)
+            if victim == "swapped":
+                swap_ranks(newest)
+            else:
+                path.write_bytes(data)
         WORLD.Barrier()
         second = new_run(topology, "recipe")
         restored = second.restore(files)
