@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,12 +88,24 @@ class Places:
         return self.names[id(run.f_locals["self"])], line, seen[line] - 1
 
 
-class Failing(TorchFunctionMode):
-    """Record in `site` the torch function call of `model` that raises."""
+class Following(TorchFunctionMode):
+    """A mode that knows in which module's code of `model` torch calls are."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.places = Places(model)
+
+    def __exit__(self, *error: Any) -> None:
+        # A frame holds all that its callers do, a rank's images among them.
+        self.places.seen.clear()
+        super().__exit__(*error)
+
+
+class Failing(Following):
+    """Record in `site` the torch function call of `model` that raises."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         self.site: Site | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -147,12 +160,12 @@ BY_NAME = {
 }
 
 
-class Trace(TorchFunctionMode):
+class Trace(Following):
     """Label the results of all torch functions of a forward pass."""
 
     def __init__(self, model: nn.Module, rules: Rules) -> None:
-        super().__init__()
-        self.labels, self.places, self.rules = Labels(model), Places(model), rules
+        super().__init__(model)
+        self.labels, self.rules = Labels(model), rules
         self.trials: dict[Hashable, Trial] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

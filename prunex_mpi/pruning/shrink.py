@@ -8,13 +8,12 @@ from contextlib import suppress
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from prunex_mpi.models import slim
 from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.models.standalone import Sizes, fill_, resize_
-from prunex_mpi.pruning.channel_trace import Places
+from prunex_mpi.pruning.channel_trace import Following
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.labels import Mixed, Request, Site
 
@@ -110,7 +109,7 @@ def _sizes_of_tensors(model: nn.Module, coupling: Coupling, removed: np.ndarray)
     return sizes
 
 
-class Fitting(TorchFunctionMode):
+class Fitting(Following):
     """Give torch calls the numbers that fit without `removed`; note in `found` which differ."""
 
     def __init__(
@@ -120,8 +119,8 @@ class Fitting(TorchFunctionMode):
         removed: np.ndarray,
         before: dict[str, slim.Calls],
     ) -> None:
-        super().__init__()
-        self.places, self.removed, self.before = Places(model), removed, before
+        super().__init__(model)
+        self.removed, self.before = removed, before
         self.wanted: dict[Site, list[Request | Mixed]] = {}
         filled = [call for call in coupling.mixed if call.filled]
         sites = {call.site for call in filled}
