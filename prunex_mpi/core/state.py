@@ -45,9 +45,9 @@ class Position:
     of the outer iterations before; losses, bytes and seconds so far are this rank's own.
     `in_flight` says as what (PLAIN or CODED) travels what z does not hold yet, "" for nothing.
     `part` is the number, from 1, of the part that was exchanged last, 0 for the whole message.
-    `converged_of` is the length, in outer
-    iterations, of a run that has converged before it, else 0. `fresh_statistics`: BatchNorm's
-    began with this run; `has_reference`: all ranks share those about which they are averaged.
+    `converged_of` is the length, in outer iterations, of a run that has converged before it, else
+    0. `fresh_statistics`: BatchNorm's began with this run; `has_reference`: all ranks share those
+    about which they are averaged.
     """
 
     iteration: int = 1
@@ -268,7 +268,7 @@ def build_state(
     batchnorm.read_plain_(bn_modules, stats)
     mask = make_mask(layout, groups, np.ones(groups.total, dtype=bool), theta)
     layers = len(layout.segments)
-    plan = build_plan(layout, groups, mask.bits, theta.device)
+    plan = build_plan(layout, mask)
     everything = torch.arange(stats.numel(), device=theta.device)
     quantised = settings.method.averages and settings.payload != "fp32"
     return State(
@@ -336,10 +336,9 @@ def adopt_mask(state: State, bits: np.ndarray, residual_follows: bool = True) ->
         state.mask = replace(state.mask, bits=bits)
         return
     state.mask = make_mask(state.layout, state.groups, bits, state.theta)
-    travels = bits if state.shrinks else np.ones_like(bits)
-    kept = torch.from_numpy(kept_stats(travels, state.stats_groups)).to(state.stats.device)
-    plan = build_plan(state.layout, state.groups, travels, state.theta.device)
-    state.message.follow_(plan, kept, residual_follows)
+    travels = state.mask if state.shrinks else Mask(np.ones_like(bits), None)
+    kept = torch.from_numpy(kept_stats(travels.bits, state.stats_groups)).to(state.stats.device)
+    state.message.follow_(build_plan(state.layout, travels), kept, residual_follows)
 
 
 def freeze(state: State, consensus_sgd: bool) -> None:

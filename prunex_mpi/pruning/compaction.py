@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.masks import find_pruned, kept_numel
+from prunex_mpi.pruning.masks import Mask, kept_numel
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,11 @@ class Plan:
     index: Tensor | None
 
 
-def build_plan(layout: Layout, groups: Groups, mask: np.ndarray, device: torch.device) -> Plan:
-    """Return the plan of `mask`, with its index on `device`."""
-    pruned = find_pruned(mask, layout, groups, device)
-    index = None if pruned is None else pruned.logical_not_().nonzero().view(-1)
+def build_plan(layout: Layout, mask: Mask) -> Plan:
+    """Return the plan of `mask`, with its index on the device of the factors."""
+    index = None if mask.factors is None else mask.factors.nonzero().view(-1)
     numel = layout.numel if index is None else index.numel()
-    parts = (repr(layout.segments).encode(), np.packbits(mask).tobytes())
+    parts = (repr(layout.segments).encode(), np.packbits(mask.bits).tobytes())
     digest = int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:8], "little")
     return Plan(slice(0, layout.numel), numel, digest, index)
 

@@ -5,10 +5,16 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.models.layout import Layout
+from prunex_mpi.pruning.compaction import Plan, build_plan
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import find_pruned, make_mask
 from prunex_mpi.pruning.projection import group_squared_norms, select
+
+
+def plan_of(layout: Layout, groups: Groups, bits: np.ndarray, device: torch.device) -> Plan:
+    """Return the plan of the mask of `bits`."""
+    return build_plan(layout, make_mask(layout, groups, bits, torch.empty(0, device=device)))
 
 
 def draw(coupling: Coupling, seed: int = 0) -> np.ndarray:

@@ -14,12 +14,12 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from masking import plan_of
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_squared_norms, select
@@ -68,7 +68,7 @@ def look_at(name: str) -> dict[str, object]:
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
     scores = group_squared_norms(torch.randn(layout.numel), layout, groups, groups.kinds[0]).numpy()
     mask = select(scores, groups.kinds[0], 1.0)
-    kept = build_plan(layout, groups, mask, torch.device("cpu")).numel
+    kept = plan_of(layout, groups, mask, torch.device("cpu")).numel
     failure = attempt(model, coupling, ~mask, inputs)
     reasons: Counter[str] = Counter()
     for line in coupling.excluded:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from counts import BY_HAND
-from masking import project
+from masking import plan_of, project
 from pretended import GPU, pretended_gpu
 from torch import nn
 
@@ -14,7 +14,7 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import build_plan, count_kept, cut_plan, pack_, unpack_
+from prunex_mpi.pruning.compaction import count_kept, cut_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import PATTERNS, Groups, find_groups
 from prunex_mpi.pruning.masks import make_mask
 from prunex_mpi.pruning.projection import select
@@ -78,14 +78,14 @@ def test_a_mask_goes_to_a_gpu_in_few_copies(kinds):
         flat = torch.randn(layout.numel)
         with pretended_gpu() as copies:
             there = flat.to(GPU)
-            plan = build_plan(layout, groups, mask, GPU)
+            plan = plan_of(layout, groups, mask, GPU)
             pack_(there, plan, payload := torch.empty(plan.numel, device=GPU))
             make_mask(layout, groups, mask, there).apply_(there)
             found, masked = payload.cpu(), there.cpu()
         # Three more are of the vectors, and one wait is for the number of what is kept.
         assert copies.pop("aten.nonzero", 1) == 1
         assert set(copies) == {"to"} and 3 <= copies["to"] <= 5
-        pack_(flat, build_plan(layout, groups, mask, CPU), expected := torch.empty(plan.numel))
+        pack_(flat, plan_of(layout, groups, mask, CPU), expected := torch.empty(plan.numel))
         make_mask(layout, groups, mask, flat).apply_(flat)
         assert torch.equal(found, expected) and torch.equal(masked, flat)
 
@@ -125,7 +125,7 @@ def test_masks_payloads_and_counts_are_those_of_walking(kinds):
         found = flat.clone()
         make_mask(layout, groups, mask, found).apply_(found)
         assert torch.equal(found, expected)
-        plan = build_plan(layout, groups, mask, CPU)
+        plan = plan_of(layout, groups, mask, CPU)
         # Random weights are never zero themselves.
         assert plan.numel == int(expected.count_nonzero())
         assert plan.numel == count_kept(layout, groups, mask)
@@ -151,7 +151,7 @@ def test_parts_of_a_plan_are_the_whole_one_after_the_other(count):
     layout, groups = prepare(("filter", "channel"))
     flat, other = torch.randn(2, layout.numel)
     for mask in masks(groups, seed=0):
-        whole = build_plan(layout, groups, mask, CPU)
+        whole = plan_of(layout, groups, mask, CPU)
         wanted, found = torch.full((2, whole.numel), 17.0)
         pack_(flat, whole, wanted, other, 0.3)
         places, back, spread = [], *torch.full((2, layout.numel), torch.nan)
@@ -169,12 +169,12 @@ def test_parts_of_a_plan_are_the_whole_one_after_the_other(count):
 def test_digests_tell_masks_and_layouts_apart():
     layout, groups = prepare(("channel",))
     mask = masks(groups, seed=0)[0]
-    digests = [build_plan(layout, groups, mask, CPU).digest]
-    assert build_plan(layout, groups, mask.copy(), CPU).digest == digests[0]
+    digests = [plan_of(layout, groups, mask, CPU).digest]
+    assert plan_of(layout, groups, mask.copy(), CPU).digest == digests[0]
     for bit in range(groups.total):
         flipped = mask.copy()
         flipped[bit] ^= True
-        digests.append(build_plan(layout, groups, flipped, CPU).digest)
+        digests.append(plan_of(layout, groups, flipped, CPU).digest)
     assert len(set(digests)) == groups.total + 1
     assert all(0 <= digest < 2**64 for digest in digests)
 
@@ -183,7 +183,7 @@ def test_digests_tell_masks_and_layouts_apart():
     other_layout = build_layout(other)
     other_groups = find_groups(other, other_layout, ["channel"], [0.4])
     assert other_groups == groups
-    assert build_plan(other_layout, other_groups, mask, CPU).digest != digests[0]
+    assert plan_of(other_layout, other_groups, mask, CPU).digest != digests[0]
 
 
 @pytest.mark.parametrize(

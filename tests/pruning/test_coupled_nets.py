@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from coupled_nets import NETWORKS, SIDE, DroppingAttention, encoder_norm_first
-from masking import draw, mask_
+from masking import draw, mask_, plan_of
 from odd_models import randomise_, train_returns_nothing
 from torch import nn
 
@@ -16,7 +16,7 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning import channel_trace
 from prunex_mpi.pruning.channel_trace import Rules
-from prunex_mpi.pruning.compaction import build_plan, pack_, unpack_
+from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import make_mask
@@ -136,7 +136,7 @@ def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(name):
     flat = torch.randn(layout.numel)
     scores = group_squared_norms(flat, layout, groups, groups.kinds[0]).numpy()
     mask = select(scores, groups.kinds[0], 1.0)
-    plan = build_plan(layout, groups, mask, flat.device)
+    plan = plan_of(layout, groups, mask, flat.device)
     assert plan.numel < NETWORKS[name] * layout.numel
     # What travels is what the mask leaves.
     payload, back = torch.empty(plan.numel), torch.empty_like(flat)

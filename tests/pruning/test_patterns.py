@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from masking import project
+from masking import plan_of, project
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
@@ -14,7 +14,6 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.groups import Groups, find_groups
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
@@ -150,7 +149,7 @@ def test_the_payload_of_resnet20_is_four_ninths_of_its_3x3_layers():
     kernels = 6 * 256 + 512 + 5 * 1024 + 2048 + 5 * 4096
     assert groups.prunable_numel == 9 * kernels == 267_264
     mask = select(np.random.default_rng(0).random(groups.total), groups.kinds[0], 1.0)
-    assert build_plan(layout, groups, mask, CPU).numel == layout.numel - 5 * kernels == 121_242
+    assert plan_of(layout, groups, mask, CPU).numel == layout.numel - 5 * kernels == 121_242
 
 
 @pytest.mark.parametrize(

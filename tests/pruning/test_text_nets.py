@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from masking import draw, mask_
+from masking import draw, mask_, plan_of
 from odd_models import randomise_
 from text_nets import FACTORIES, OURS, TOKENS, Logits
 from torch import nn
@@ -17,7 +17,6 @@ from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.slim import SlimNorm, as_rms_norm, doubled
 from prunex_mpi.pruning.channel_trace import Rules
-from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_squared_norms, select, with_budget
@@ -87,11 +86,11 @@ def test_half_of_the_groups_leave_little_more_than_a_quarter(name):
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
     assert all("classes" in reason for reason in groups.excluded)
     scores = group_squared_norms(torch.randn(layout.numel), layout, groups, groups.kinds[0]).numpy()
-    plan = build_plan(layout, groups, select(scores, groups.kinds[0], 1.0), torch.device("cpu"))
+    plan = plan_of(layout, groups, select(scores, groups.kinds[0], 1.0), torch.device("cpu"))
     assert plan.numel <= MOST_LEFT * layout.numel
     budget = with_budget(groups, layout, "parameters", 0.0)
     mask = select(scores, budget.kinds[0], 1.0)
-    plan = build_plan(layout, budget, mask, torch.device("cpu"))
+    plan = plan_of(layout, budget, mask, torch.device("cpu"))
     assert plan.numel < layout.numel
 
 
