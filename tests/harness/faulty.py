@@ -1,9 +1,9 @@
 """The training program with one fault in it: `mpirun ... python faulty.py FAULT flags`.
 
 FAULT is JSON: {"rank": R, "at": "module:function", "side": "before" or "after", "call": K, "what":
-one of FAULTS, "mark": FILE}. At the K-th call of the function on rank R FILE is made, and then the
-fault happens; with call 0 it never does. The functions are replaced by name: the product knows
-nothing of it.
+one of FAULTS, "mark": FILE}, or a list of such. At the K-th call of the function on rank R FILE is
+made, and then the fault happens; with call 0 it never does. The functions are replaced by name: the
+product knows nothing of it.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 
 # Room for the watchdog's record, which is rewritten in place, and for nothing of a checkpoint.
 FULL_DISK_BYTES = 4096
-FAULTS = ("kill", "term", "stop", "raise", "exit", "vanish", "full-disk", "hang")
+FAULTS = ("kill", "term", "stop", "raise", "mistake", "exit", "vanish", "full-disk", "hang")
 
 
 def noisy(num_classes: int, image_size: int) -> Any:
@@ -49,6 +49,10 @@ def happen(fault: dict[str, Any]) -> None:
         os.kill(os.getpid(), signals[what])
     elif what == "raise":
         raise RuntimeError("broken on purpose")
+    elif what == "mistake":
+        from prunex_mpi.base.errors import UserError
+
+        raise UserError("a mistake on purpose")
     elif what == "exit":
         sys.exit(0)
     elif what == "vanish":
@@ -101,9 +105,10 @@ def main() -> int:
 
     # A job of seconds would be over before its ranks agree to stop.
     preemption.PERIOD_S = 0.0
-    fault = json.loads(sys.argv[1])
-    if world.rank == fault["rank"]:
-        install(fault)
+    given = json.loads(sys.argv[1])
+    for fault in given if isinstance(given, list) else [given]:
+        if world.rank == fault["rank"]:
+            install(fault)
     return train.main(sys.argv[2:])
 
 

@@ -195,6 +195,22 @@ def test_a_node_that_is_lost_before_training_ends_the_job(tmp_path):
 
 @pytest.mark.jobs
 @pytest.mark.long
+def test_a_mistake_of_one_rank_after_a_loss_ends_the_job_at_once(tmp_path):
+    at = {"at": PLACES["step"][0], "side": "before", "mark": str(tmp_path / "mark")}
+    faults = [
+        {**at, "rank": 0, "call": 8, "what": "kill"},
+        # A step of the job that goes on.
+        {**at, "rank": 2, "call": 20, "what": "mistake"},
+    ]
+    flags = [*SMALL, *CONTINUE, "--ranks-per-node", "1", "--run-dir", "run"]
+    job = start(3, [FAULTY, json.dumps(faults), *flags], tmp_path)
+    text, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 1, text
+    assert "node 0 lost" in text and "a mistake on purpose" in text
+
+
+@pytest.mark.jobs
+@pytest.mark.long
 def test_below_the_least_number_of_nodes_it_ends_with_a_checkpoint(tmp_path):
     fault = {"rank": 1, "at": PLACES["step"][0], "call": 8}
     flags = ["--ranks-per-node", "1", "--min-nodes", "2"]
