@@ -483,6 +483,15 @@ def _place_of_token(encoder: Any, piece: str, number: int) -> int:
     return encoder.encode(piece, add_special_tokens=False).offsets[number][0]
 
 
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a short text. Raises UserError as `encode_characters` does."""
+    if tokenizer.name == BYTES:
+        return list(text.encode(errors="surrogateescape"))
+    if tokenizer.name == CHARS:
+        return encode_characters(text, tokenizer.characters, Counter()).tolist()
+    return read_tokenizer(tokenizer.name)[1].encode(text, add_special_tokens=False).ids
+
+
 def decode(tokenizer: Tokenizer, numbers: Sequence[int]) -> str:
     """Return the text of some tokens; what is no UTF-8 is shown as U+FFFD."""
     if tokenizer.name == BYTES:

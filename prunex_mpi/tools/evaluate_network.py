@@ -36,7 +36,7 @@ from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import decoding_threads
 from prunex_mpi.data.request import Classes, Part, Request
 from prunex_mpi.data.text import Windows, take_windows, window_batches, windows_of
-from prunex_mpi.data.text_files import Text, Tokenizer
+from prunex_mpi.data.text_files import Text, Tokenizer, decode, encode, read_tokenizer
 from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.finished_run import known_tokenizer, read_finished_run
@@ -44,6 +44,8 @@ from prunex_mpi.run.problem import share_contents, share_text
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
+from prunex_mpi.tools.export_proof import count_parameters
+from prunex_mpi.tools.generate import Sampling, generate, seconds_per_token
 
 # Settings of a run that say on what it was tested.
 DATA = ("dataset", "data_dir", "test_samples", "workers", "tokenizer")
@@ -55,6 +57,7 @@ class Network:
 
     `classes` are the names of its classes, where they are known; `data` has the settings DATA, of
     an exported network at most the tokenizer; `digest` tells its data apart from others.
+    `description` is what `standalone.build` makes it of, in full size.
     """
 
     model: nn.Module
@@ -64,6 +67,7 @@ class Network:
     std: Tensor
     data: dict[str, Any]
     digest: str
+    description: dict[str, Any]
 
 
 def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
@@ -75,6 +79,10 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     run_on_root(world, lambda: prepare_file(options.json_file))
     network = run_collectively(world, lambda: read_network(options.network, (options.model,)))
     with take_places(world, 0, options.device) as place:
+        if options.prompt is not None:
+            found = run_collectively(world, lambda: answer(place, network, options, heartbeat))
+            words = describe_answer(found, options)
+            return _tell(world, options, found, words)
         data = run_collectively(world, lambda: data_of(network, options))
         if data["dataset"] == TEXT:
             text = read_text_for(place, network, data, heartbeat)
@@ -88,7 +96,10 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
             with closing(load_images(place, network, data, heartbeat)) as dataset:
                 found = evaluate_images(place, network, dataset, options.batch_size, heartbeat)
             words = describe(found, options)
+        return _tell(world, options, found, words)
 
+
+def _tell(world: MPI.Comm, options: Options, found: dict[str, Any], words: str) -> int:
     def tell() -> None:
         if options.json_file:
             write_json(options.json_file, found)
@@ -167,6 +178,7 @@ def read_network(path: Path, given: Collection[str] = ()) -> Network:
         std=run.std,
         data={name: getattr(settings, name) for name in DATA},
         digest=str(run.summary["delivered"].get("data", "")),
+        description=run.description,
     )
 
 
@@ -186,6 +198,7 @@ def _read_exported(path: Path, given: Collection[str]) -> Network:
             std=torch.tensor(look["std"]),
             data={"tokenizer": str(tokenizer)} if tokenizer.exists() else {},
             digest=str(plan.get("data", "")),
+            description=plan["model"],
         )
     except UserError:
         raise
@@ -330,13 +343,18 @@ def read_text_for(
     request = Request(dataset=TEXT, data_dir=data["data_dir"], tokenizer=name)
     text = share_text(world, request, heartbeat, known)
     # It is the same on every rank.
-    if text.tokenizer.names != network.classes:
+    check_same_tokenizer(text.tokenizer, network)
+    return text
+
+
+def check_same_tokenizer(tokenizer: Tokenizer, network: Network) -> None:
+    """Raise UserError unless the network was trained on tokens of this tokenizer."""
+    if tokenizer.names != network.classes:
         raise UserError(
-            f"--tokenizer {name} of the run is not the file any more that the network was trained "
-            "with: put it back",
+            f"--tokenizer {tokenizer.name} of the run is not the file any more that the network "
+            "was trained with: put it back",
             UNREADABLE,
         )
-    return text
 
 
 def evaluate_text(
@@ -419,3 +437,45 @@ def describe_text(found: Mapping[str, Any], options: Options) -> str:
         ("cross-entropy", reached(record, "test")),
     ]
     return format_lines(rows)
+
+
+def answer(
+    place: Place, network: Network, options: Options, heartbeat: Heartbeat
+) -> dict[str, Any]:
+    """Return how the network continues a prompt, and seconds per token, of its full size as well.
+
+    Raises UserError for a network of images, an empty prompt, and several ranks.
+    """
+    if not isinstance(network.inputs, Tokens):
+        raise UserError("--prompt: the network reads images; leave it away")
+    if place.topology.world.size > 1:
+        raise UserError("--prompt: one process continues a text; start it without mpirun or srun")
+    name, known = find_tokenizer(network, network.data)
+    tokenizer = known or read_tokenizer(name)[0]
+    check_same_tokenizer(tokenizer, network)
+    start = encode(tokenizer, options.prompt)
+    if not start:
+        raise UserError("--prompt: the text has no token; give one to begin with")
+    heartbeat.enter("evaluate")
+    model = network.model.to(place.device)
+    model.eval()
+    sampling = Sampling(options.tokens, options.temperature, options.seed)
+    tokens = generate(model, network.inputs, start, sampling, heartbeat)
+    # Of some tokenizers a token's text depends on those before it.
+    text = decode(tokenizer, start + tokens)[len(decode(tokenizer, start)) :]
+    models = {"now": model}
+    full = standalone.build(network.description).to(place.device)
+    full.eval()
+    if count_parameters(full) != count_parameters(model):
+        models["full size"] = full
+    seconds = seconds_per_token(models, network.inputs, place.device, heartbeat)
+    return {"prompt": options.prompt, "continuation": text, "seconds_per_token": seconds}
+
+
+def describe_answer(found: Mapping[str, Any], options: Options) -> str:
+    """Return a prompt with what follows it, and the times."""
+    milliseconds = {name: f"{1e3 * s:.2f}" for name, s in found["seconds_per_token"].items()}
+    words = f"{milliseconds['now']} ms per token after a full context"
+    if "full size" in milliseconds:
+        words += f", {milliseconds['full size']} before it became smaller"
+    return f"{found['prompt']}{found['continuation']}\n\n{words} ({options.network})"

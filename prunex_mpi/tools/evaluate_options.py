@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.cli import convert_flag
 from prunex_mpi.config.parser import (
     Parser,
@@ -16,6 +17,10 @@ from prunex_mpi.settings.fields import SHARED
 from prunex_mpi.settings.values import choices_shown
 
 BATCH, CLASSES, MAX_COUNT, TIMEOUT_S = 256, 20, 10**6, 1800
+# Of a continuation, and what it has no use for.
+TOKENS, TEMPERATURE = 200, 0.8
+DRAWING = {"tokens": TOKENS, "temperature": TEMPERATURE, "seed": 0}
+TESTING = ("dataset", "data_dir", "test_samples")
 
 
 # What was given, by the names of the flags; empty and None stand for what the run was tested on.
@@ -44,6 +49,12 @@ def build_parser() -> Parser:
     add("--device", default="auto", help="where to compute: auto, cpu or cuda [auto]")
     what = f"so many classes are shown, those of lowest accuracy first [{CLASSES}]"
     add("--classes", type=int, default=CLASSES, metavar="N", help=what)
+    what = "a language model: print how it continues TEXT, in place of testing it"
+    add("--prompt", metavar="TEXT", help=what)
+    add("--tokens", type=int, metavar="N", help=f"by so many tokens [{TOKENS}]")
+    what = f"divide logits by it; 0: always the likeliest token [{TEMPERATURE}]"
+    add("--temperature", type=float, metavar="T", help=what)
+    add("--seed", type=int, metavar="N", help="another one draws other tokens [0]")
     what = "write what was found there, all classes too"
     add("--json", default="", metavar="FILE", dest="json_file", help=what)
     add_timeout(parser, TIMEOUT_S)
@@ -55,8 +66,26 @@ def parse(argv: Sequence[str]) -> Options:
     given = build_parser().parse_all(argv)
     check_range(given, "classes", 0, MAX_COUNT)
     check_range(given, "batch_size", 1, MAX_COUNT)
+    _check_prompt(given)
     requested = ["dataset"] if given.dataset else []
     requested += ["test_samples"] if given.test_samples is not None else []
     for name in (*requested, "device", "timeout"):
         setattr(given, name, convert_flag(name, getattr(given, name)))
     return given
+
+
+def _check_prompt(given: Options) -> None:
+    """Fill in how a prompt is continued; raise UserError for flags that do not go together."""
+    if given.prompt is None:
+        if odd := [name for name in DRAWING if getattr(given, name) is not None]:
+            raise UserError(f"--{odd[0]} is of a continuation: give --prompt TEXT too")
+        return
+    if odd := [name for name in TESTING if getattr(given, name) not in ("", None)]:
+        flag = odd[0].replace("_", "-")
+        raise UserError(f"--{flag} is of a test, and --prompt is none: give one of the two")
+    for name, usual in DRAWING.items():
+        if getattr(given, name) is None:
+            setattr(given, name, usual)
+    check_range(given, "tokens", 1, MAX_COUNT)
+    check_range(given, "temperature", 0, MAX_COUNT)
+    check_range(given, "seed", 0, 2**63 - 1)

@@ -70,7 +70,7 @@ def test_what_is_left_computes_the_same(name, tmp_path):
 
 
 # One of each kind; what a single step leaves is seen above for all.
-AGAIN = ("resnext", "swin_v2", "vit", "own_attention", "parts", "gated", "keywords")
+AGAIN = ("regnet_y", "swin_v2", "vit", "own_attention", "parts", "gated", "keywords")
 
 
 @torch.no_grad()
