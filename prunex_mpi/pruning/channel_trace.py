@@ -278,7 +278,7 @@ def follow_input(model: nn.Module, inputs: Inputs, rules: Rules) -> Labels:
     with evaluating(model), plain_norms(model), trace:
         output = model(given)
     labels.operation = ""
-    labels.pin([output], "its outputs are the classes")
+    labels.pin([output], "its outputs are the network's")
     return labels
 
 

@@ -346,7 +346,7 @@ def _why_not(
     layer: PrunableLayer, kind: str, shape: tuple[int, ...], first: bool, classifier: bool
 ) -> str:
     if kind == "filter":
-        return "its outputs are the classes" if classifier else ""
+        return "its outputs are the network's" if classifier else ""
     if kind == "pattern" and shape != (3, 3):
         return "its kernels are not 3x3"
     if first:

@@ -131,7 +131,7 @@ def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(name):
     coupling = find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
-    fixed = ("classes", "applied along", "all channels are multiplied by it")
+    fixed = ("the network's", "applied along", "all channels are multiplied by it")
     assert all(any(f in reason for f in fixed) for reason in groups.excluded), groups.excluded
     flat = torch.randn(layout.numel)
     scores = group_squared_norms(flat, layout, groups, groups.kinds[0]).numpy()

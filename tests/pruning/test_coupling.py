@@ -222,7 +222,7 @@ def test_rows_and_columns_of_a_residual_block():
     assert columns == {INNER: six, "fc.weight": six}
     # 3x3 with padding at every position; the classifier once.
     assert found.positions == {STEM: SIDE**2, INNER: SIDE**2, "fc.weight": 1}
-    assert found.excluded == ("fc.weight [coupled]: its outputs are the classes",)
+    assert found.excluded == ("fc.weight [coupled]: its outputs are the network's",)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_half_of_the_groups_leave_little_more_than_a_quarter(name):
     coupling = find_coupling(model, TOKENS, Rules())
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
-    assert all("classes" in reason for reason in groups.excluded)
+    assert all("the network's" in reason for reason in groups.excluded)
     scores = group_squared_norms(torch.randn(layout.numel), layout, groups, groups.kinds[0]).numpy()
     plan = plan_of(layout, groups, select(scores, groups.kinds[0], 1.0), torch.device("cpu"))
     assert plan.numel <= MOST_LEFT * layout.numel
