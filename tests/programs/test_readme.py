@@ -255,7 +255,7 @@ def test_a_command_with_a_flag_too_few_is_found_out():
 
     assert differs("", "") == []
     assert differs("--payload int4", "") == ["bytes"]
-    assert differs("--method", "--model resnet8-w8 --method") == ["parameters", "bytes"]
+    assert differs("--method", "--model gpt_nano-w32 --method") == ["parameters", "bytes"]
     assert differs("--method", "--local-steps 8 --method") == ["steps", "local steps"]
 
 
