@@ -36,6 +36,7 @@ from prunex_mpi.pruning.removable import (
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.tensor_file import save_tensors
+from prunex_mpi.tools import huggingface
 from prunex_mpi.tools.export_proof import BATCH, compare, count_parameters, prove
 
 # On so many images it is measured which channels are constant zero.
@@ -59,10 +60,14 @@ def export(options: Namespace) -> None:
     devices = choose_devices(options.device)
     if options.onnx:
         require_packages("--onnx", "onnx", *ONNX_PACKAGES)
+    if options.transformers:
+        require_packages(huggingface.FLAG, "transformers", "transformers")
     run = read_finished_run(options.run, options.data_dir, given=(options.model, options.dataset))
     inputs, batches_of = inputs_from(run.description), test_of(run, options.images)
     images, _ = next(batches_of(JUDGED_IMAGES))
     run.check_readable()
+    if options.transformers and run.tokenizer is None:
+        raise UserError(f"{huggingface.FLAG} is for language models, and the run is of images")
 
     dropped = files_before(options)
 
@@ -102,6 +107,9 @@ def export(options: Namespace) -> None:
             lines.append(write_onnx(folder, smaller, inputs, images, proof.allowed))
         if options.torch_export:
             lines.append(write_torch_export(folder, smaller, inputs, images, proof.allowed))
+        if options.transformers:
+            how = images, run.tokenizer, proof.allowed
+            lines.append(huggingface.write_transformers(folder, smaller, *how))
         name, larger, size = full_size(run)
         sizes = (size, (folder / standalone.MODEL).stat().st_size)
         networks = {name: larger, "smaller": smaller}
@@ -112,6 +120,8 @@ def export(options: Namespace) -> None:
 
     for line in plan["stays"]:
         print(f"stays: {line}")
+    for line in huggingface.what_differs(plan["layers"]):
+        print(line)
     gone = int(verdict.removed.sum())
     if before:
         at_first, left = count_parameters(larger), count_parameters(run.model)
@@ -128,6 +138,7 @@ def files_before(options: Namespace) -> list[str]:
     """Return which formats of an earlier export will go; refuse to remove what is not its own."""
     folder = options.run / EXPORTED
     wanted = {ONNX: options.onnx, TORCH_EXPORT: options.torch_export}
+    wanted[huggingface.FOLDER] = options.transformers
     ours = {standalone.MODEL, standalone.PLAN, LOADER, TOKENIZER, "__pycache__", *wanted}
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if others := [name for name in found if name not in ours]:
@@ -226,7 +237,7 @@ def new_model_folder(run: Path) -> Iterator[Path]:
                 _remove(partial)
                 partial.mkdir()
                 yield partial
-                for path in (*partial.iterdir(), partial):
+                for path in (*partial.rglob("*"), partial):
                     sync(path)
                 _remove(replaced)
                 if final.exists():
