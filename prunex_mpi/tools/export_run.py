@@ -36,7 +36,7 @@ from prunex_mpi.pruning.removable import (
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.tensor_file import save_tensors
-from prunex_mpi.tools import huggingface
+from prunex_mpi.tools import gguf_file, huggingface
 from prunex_mpi.tools.export_proof import BATCH, compare, count_parameters, prove
 
 # On so many images it is measured which channels are constant zero.
@@ -62,12 +62,15 @@ def export(options: Namespace) -> None:
         require_packages("--onnx", "onnx", *ONNX_PACKAGES)
     if options.transformers:
         require_packages(huggingface.FLAG, "transformers", "transformers")
+    if options.gguf:
+        require_packages(gguf_file.FLAG, "transformers", "transformers", "gguf")
     run = read_finished_run(options.run, options.data_dir, given=(options.model, options.dataset))
     inputs, batches_of = inputs_from(run.description), test_of(run, options.images)
     images, _ = next(batches_of(JUDGED_IMAGES))
     run.check_readable()
-    if options.transformers and run.tokenizer is None:
-        raise UserError(f"{huggingface.FLAG} is for language models, and the run is of images")
+    if (options.transformers or options.gguf) and run.tokenizer is None:
+        flag = huggingface.FLAG if options.transformers else gguf_file.FLAG
+        raise UserError(f"{flag} is of language models, and the network reads images: leave it out")
 
     dropped = files_before(options)
 
@@ -107,9 +110,12 @@ def export(options: Namespace) -> None:
             lines.append(write_onnx(folder, smaller, inputs, images, proof.allowed))
         if options.torch_export:
             lines.append(write_torch_export(folder, smaller, inputs, images, proof.allowed))
-        if options.transformers:
+        if options.transformers or options.gguf:
             how = images, run.tokenizer, proof.allowed
-            lines.append(huggingface.write_transformers(folder, smaller, *how))
+            network, line = huggingface.write_transformers(folder, smaller, *how)
+            lines.append(line)
+        if options.gguf:
+            lines.append(gguf_file.write_gguf(folder, network, run.tokenizer))
         name, larger, size = full_size(run)
         sizes = (size, (folder / standalone.MODEL).stat().st_size)
         networks = {name: larger, "smaller": smaller}
@@ -137,8 +143,8 @@ def export(options: Namespace) -> None:
 def files_before(options: Namespace) -> list[str]:
     """Return which formats of an earlier export will go; refuse to remove what is not its own."""
     folder = options.run / EXPORTED
-    wanted = {ONNX: options.onnx, TORCH_EXPORT: options.torch_export}
-    wanted[huggingface.FOLDER] = options.transformers
+    wanted = {ONNX: options.onnx, TORCH_EXPORT: options.torch_export, gguf_file.NAME: options.gguf}
+    wanted[huggingface.FOLDER] = options.transformers or options.gguf
     ours = {standalone.MODEL, standalone.PLAN, LOADER, TOKENIZER, "__pycache__", *wanted}
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if others := [name for name in found if name not in ours]:

@@ -106,7 +106,7 @@ def write_transformers(
     network.save_pretrained(place)
     _write_tokenizer(place, tokenizer)
     # Read back as whoever loads the folder does.
-    found = AutoModelForCausalLM.from_pretrained(place, local_files_only=True).float().eval()
+    found = AutoModelForCausalLM.from_pretrained(place, local_files_only=True).float()
     proof = _prove(model, found, tokens[:PROVED_WINDOWS], allowed)
     text = decode(tokenizer, tokens[0].tolist())
     wanted = encode(tokenizer, text)
@@ -170,10 +170,10 @@ def convert(model: nn.Module, context: int) -> nn.Module:
     kind, config, tensors = _of_gpt(source, context) if ours else _of_its_own_class(source)
     _set_widths_(config, tensors)
     before = config.hidden_size
+    # The width becomes a multiple of the heads: the channels that it is rounded up by are zeros.
     _fold_(config, tensors, {_rename(n, LLAMA if ours else {}): norms[n] for n in norms})
-    hidden = config.hidden_size
     try:
-        network = kind(config).eval()
+        network = kind(config)
     # A config checks what it is given, and raises errors of its own.
     except Exception as error:
         raise _refused(f"a {kind.__name__} can't have its widths ({one_line(error)})") from None
@@ -182,9 +182,8 @@ def convert(model: nn.Module, context: int) -> nn.Module:
         tensor.zero_()
     for name, tensor in tensors.items():
         place = state[name] if name in state else torch.empty(0)
-        # Channels that the width was rounded up by are zeros.
         fits = [
-            n == m or (n, m) == (before, hidden)
+            n == m or (n, m) == (before, config.hidden_size)
             for n, m in zip(tensor.shape, place.shape, strict=False)
         ]
         if tensor.dim() != place.dim() or not all(fits):
@@ -193,6 +192,7 @@ def convert(model: nn.Module, context: int) -> nn.Module:
                 f"not {list(place.shape)}"
             )
         place[tuple(map(slice, tensor.shape))] = tensor
+    network.eval()
     return network
 
 

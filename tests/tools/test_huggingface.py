@@ -4,26 +4,15 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
-from masking import mask_
-from odd_models import randomise_
+from pruned_text import BYTES, CHARS, WINDOWS, built, pruned
 from text_nets import TOKENS, Logits, ours
-from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.data.text_files import UNKNOWN, Tokenizer
-from prunex_mpi.models.build import build_model
-from prunex_mpi.models.standalone import Sizes
-from prunex_mpi.pruning.channel_trace import Rules
-from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.shrink import shrink, smaller_sizes
 from prunex_mpi.tools.huggingface import convert, encode, what_differs, write_transformers
 
-CHARS = Tokenizer("chars", TOKENS.vocabulary, "\n abcdefghijklmnoé" + UNKNOWN)
-BYTES = Tokenizer("bytes", 256)
-WINDOWS = TOKENS.draw(3, torch.float32)
 TEXT = "a bad\nhead é?"
 # Prints what each folder's network and tokenizer make.
 READER = """
@@ -43,24 +32,6 @@ for folder in job["folders"]:
     print(json.dumps([type(model).__name__, logits, made[0].tolist(), *text]))
 assert "prunex_mpi" not in sys.modules
 """
-
-
-def built(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = build_model(f"text_nets:{name}", TOKENS).eval()
-    randomise_(model)
-    return model
-
-
-def pruned(model: nn.Module, keep: float = 0.5, layer: str = "") -> tuple[nn.Module, Sizes]:
-    """Return a network that keeps as many groups of each set, or fewer of one, and its sizes."""
-    coupling = find_coupling(model, TOKENS, Rules())
-    removed, rng = np.ones(coupling.total, dtype=bool), np.random.default_rng(0)
-    for s in coupling.sets:
-        left = 1 if s.name == layer else int(np.ceil(keep * s.count))
-        removed[s.start + rng.permutation(s.count)[:left]] = False
-    mask_(model, coupling, removed)
-    return shrink(model, coupling, removed), smaller_sizes(model, coupling, removed)
 
 
 def tokenizer_of(name: str) -> Tokenizer:
