@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import FAILURE, UserError, listed, one_line
 from prunex_mpi.base.files import EXPORTED, STATE, TOKENIZER, sync, touch, write_json_durably
+from prunex_mpi.base.imports import hub_folder
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import ImageFormat, evaluation_batches, part_of
@@ -111,7 +112,7 @@ def export(options: Namespace) -> None:
         if options.torch_export:
             lines.append(write_torch_export(folder, smaller, inputs, images, proof.allowed))
         if options.transformers or options.gguf:
-            how = images, run.tokenizer, proof.allowed
+            how = images, run.tokenizer, proof.allowed, hub_folder(run.settings.model)
             network, line = huggingface.write_transformers(folder, smaller, *how)
             lines.append(line)
         if options.gguf:

@@ -10,6 +10,7 @@ so that other weights and another epsilon make up for RMSNorm. LayerNorm subtrac
 
 import copy
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import FAILURE, UserError, enumerated, one_line
+from prunex_mpi.base.files import TOKENIZER
 from prunex_mpi.data.text_files import (
     BYTES,
     CHARS,
@@ -29,6 +31,7 @@ from prunex_mpi.data.text_files import (
     read_tokenizer,
 )
 from prunex_mpi.models.gpt import ROTARY_BASE, Gpt
+from prunex_mpi.models.inputs import Tokens
 from prunex_mpi.models.slim import NORM_FEATURES, SlimNorm
 from prunex_mpi.models.standalone import Sizes
 
@@ -44,6 +47,7 @@ WIDTHS = {
     "n_inner": ("c_fc.weight", 1),
     **{key: (name, 0) for key, name in HEADS.items()},
 }
+VOCABULARIES = ("embed_tokens.weight", "wte.weight", "lm_head.weight")
 # Parts of our names, and of those of transformers.
 LLAMA = {
     "embedding": "model.embed_tokens",
@@ -89,22 +93,28 @@ def what_differs(sizes: Sizes) -> list[str]:
 
 
 def write_transformers(
-    folder: Path, model: nn.Module, tokens: Tensor, tokenizer: Tokenizer, allowed: float
+    folder: Path,
+    model: nn.Module,
+    tokens: Tensor,
+    tokenizer: Tokenizer,
+    allowed: float,
+    origin: str = "",
 ) -> tuple[nn.Module, str]:
     """Write a folder that `transformers` loads; return its network and a line: how far it is off.
 
     `tokens` int64 [n, context] are windows that it is proved on, `allowed` is what rounding
-    explains. Raises UserError where no class of `transformers` is `model`, and where what was
-    written computes something else.
+    explains, `origin` the folder of `transformers` that training began with, "" for none. Raises
+    UserError where no class of `transformers` is `model`, and where what was written computes
+    something else.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     place = folder / FOLDER
-    network = convert(model, tokens.shape[1])
+    network = convert(model, Tokens(tokenizer.size, tokens.shape[1]))
     network.save_pretrained(place)
-    _write_tokenizer(place, tokenizer)
+    _write_tokenizer(place, tokenizer, origin)
     # Read back as whoever loads the folder does.
     found = AutoModelForCausalLM.from_pretrained(place, local_files_only=True).float()
     proof = _prove(model, found, tokens[:PROVED_WINDOWS], allowed)
@@ -152,11 +162,12 @@ def _prove(model: nn.Module, network: nn.Module, tokens: Tensor, allowed: float)
 
 
 @torch.no_grad()
-def convert(model: nn.Module, context: int) -> nn.Module:
+def convert(model: nn.Module, inputs: Tokens) -> nn.Module:
     """Return a language model as one of `transformers`, float32 on the CPU, in evaluation mode.
 
-    `model` is or wraps a `Gpt` or a PreTrainedModel, of any widths that pruning has left. Raises
-    UserError where no class of `transformers` is that network.
+    `model` is or wraps a `Gpt` or a PreTrainedModel, of any widths that pruning has left. Rows of
+    its vocabulary beyond that of `inputs`, which training leaves out, are cut off. Raises UserError
+    where no class of `transformers` is that network.
     """
     source = _language_model(model)
     norms = {name: m for name, m in source.named_modules() if isinstance(m, SlimNorm)}
@@ -167,7 +178,11 @@ def convert(model: nn.Module, context: int) -> nn.Module:
             "rotary-swiglu, Llama, Qwen2), or one that is not pruned"
         )
     ours = isinstance(source, Gpt)
-    kind, config, tensors = _of_gpt(source, context) if ours else _of_its_own_class(source)
+    kind, config, tensors = _of_gpt(source, inputs.context) if ours else _of_its_own_class(source)
+    for name, tensor in tensors.items():
+        if name.endswith(VOCABULARIES):
+            tensors[name] = tensor[: inputs.vocabulary]
+    config.vocab_size = min(config.vocab_size, inputs.vocabulary)
     _set_widths_(config, tensors)
     before = config.hidden_size
     # The width becomes a multiple of the heads: the channels that it is rounded up by are zeros.
@@ -352,10 +367,15 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return read_tokenizer(tokenizer.name)[1].encode(text, add_special_tokens=False).ids
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write what AutoTokenizer loads."""
-    from transformers import PreTrainedTokenizerFast
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, origin: str) -> None:
+    """Write what AutoTokenizer loads: the tokenizer in the folder `origin` if it is that one."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    file = os.path.join(origin, TOKENIZER)
+    if origin and os.path.exists(file) and read_tokenizer(file)[0].digest == tokenizer.digest:
+        # With names of special tokens, and a template of chats.
+        AutoTokenizer.from_pretrained(origin, local_files_only=True).save_pretrained(folder)
+        return
     encoder = as_encoder(tokenizer)
     options = {"clean_up_tokenization_spaces": False}
     PreTrainedTokenizerFast(tokenizer_object=encoder, **options).save_pretrained(folder)

@@ -33,7 +33,7 @@ def tokenizer_file(folder: Path, cut: object = BYTE_LEVEL, ends: bool = True) ->
 def test_a_reader_of_others_finds_the_same_network(name, count, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    network = convert(pruned(built(name))[0], TOKENS.context)
+    network = convert(pruned(built(name))[0], TOKENS)
     line = write_gguf(tmp_path, network, tokenizer_file(tmp_path))
     assert f"{count} tensors" in line
     found = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
@@ -56,4 +56,4 @@ def test_a_reader_of_others_finds_the_same_network(name, count, tmp_path):
 )
 def test_what_llama_cpp_has_not_is_refused(name, tokenizer, reason, tmp_path):
     with pytest.raises(UserError, match=f"--gguf: .*{reason}"):
-        write_gguf(tmp_path, convert(built(name), TOKENS.context), tokenizer(tmp_path))
+        write_gguf(tmp_path, convert(built(name), TOKENS), tokenizer(tmp_path))

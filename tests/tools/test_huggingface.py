@@ -79,7 +79,7 @@ def test_a_plain_class_of_the_smaller_widths_computes_something_else():
     model, sizes = pruned(built("llama"))
     (line,) = what_differs(sizes)
     assert line.startswith("5 norms")
-    plain = convert(model, TOKENS.context)
+    plain = convert(model, TOKENS)
     wanted = plain(WINDOWS).logits
     plain.load_state_dict(model.model.state_dict())
     assert float((plain(WINDOWS).logits - wanted).abs().max()) > 0.1
@@ -99,7 +99,7 @@ def test_a_plain_class_of_the_smaller_widths_computes_something_else():
 )
 def test_what_no_class_computes_is_refused(model, reason):
     with pytest.raises(UserError, match="--transformers: ") as raised:
-        convert(model(), TOKENS.context)
+        convert(model(), TOKENS)
     assert reason in str(raised.value)
 
 
