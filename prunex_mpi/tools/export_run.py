@@ -57,7 +57,10 @@ TOLERANCE = 1e-4
 
 
 def export(options: Namespace) -> None:
-    """Read the run, take out what can go, write it, prove it and measure it."""
+    """Read the run, take out what can go, write it, prove it and measure it.
+
+    Raises UserError where that fails; of a format that fails once the rest is written.
+    """
     devices = choose_devices(options.device)
     if options.onnx:
         require_packages("--onnx", "onnx", *ONNX_PACKAGES)
@@ -107,16 +110,8 @@ def export(options: Namespace) -> None:
         # What became smaller in training may have nothing left to take out.
         named = () if verdict.removed.any() else (("in the run", "written"),)
         lines.append(proof.line(inputs.counted, *named))
-        if options.onnx:
-            lines.append(write_onnx(folder, smaller, inputs, images, proof.allowed))
-        if options.torch_export:
-            lines.append(write_torch_export(folder, smaller, inputs, images, proof.allowed))
-        if options.transformers or options.gguf:
-            how = images, run.tokenizer, proof.allowed, hub_folder(run.settings.model)
-            network, line = huggingface.write_transformers(folder, smaller, *how)
-            lines.append(line)
-        if options.gguf:
-            lines.append(gguf_file.write_gguf(folder, network, run.tokenizer))
+        more, failed = write_formats(options, run, folder, smaller, images, proof.allowed)
+        lines += more
         name, larger, size = full_size(run)
         sizes = (size, (folder / standalone.MODEL).stat().st_size)
         networks = {name: larger, "smaller": smaller}
@@ -139,6 +134,8 @@ def export(options: Namespace) -> None:
     if dropped:
         print(f"\ngone: {listed(dropped)} of the export before; give its flag to have it again")
     print(f"\nwritten to {options.run / EXPORTED}", flush=True)
+    for error in failed:
+        raise error
 
 
 def files_before(options: Namespace) -> list[str]:
@@ -293,6 +290,41 @@ def loader_source() -> str:
         for module in (standalone, inputs_file, gpt, slim)
     ]
     return "\n\n".join([OUR_IMPORTS.sub("", texts[0]), *texts[1:]])
+
+
+def write_formats(
+    options: Namespace,
+    run: FinishedRun,
+    folder: Path,
+    model: nn.Module,
+    images: Tensor,
+    allowed: float,
+) -> tuple[list[str], list[UserError]]:
+    """Write the formats that `options` ask for; return a line about each, and why others fail.
+
+    `images` are what they are tried on, `allowed` is what rounding explains.
+    """
+    lines: list[str] = []
+    failed: list[UserError] = []
+
+    def write(name: str, writer: Callable[..., str], *given: Any) -> None:
+        try:
+            lines.append(writer(folder, *given))
+        except UserError as error:
+            _remove(folder / name)
+            failed.append(error)
+
+    given = model, inputs_from(run.description), images, allowed
+    if options.onnx:
+        write(ONNX, write_onnx, *given)
+    if options.torch_export:
+        write(TORCH_EXPORT, write_torch_export, *given)
+    if options.transformers or options.gguf:
+        given = model, images, run.tokenizer, allowed, hub_folder(run.settings.model)
+        write(huggingface.FOLDER, huggingface.write_transformers, *given)
+    if options.gguf and (folder / huggingface.FOLDER).exists():
+        write(gguf_file.NAME, gguf_file.write_gguf, run.tokenizer)
+    return lines, failed
 
 
 @contextmanager

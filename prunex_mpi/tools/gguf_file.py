@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.data.text_files import BYTES, Tokenizer
-from prunex_mpi.tools.huggingface import as_encoder
+from prunex_mpi.tools.huggingface import FOLDER, as_encoder
 
 FLAG, NAME = "--gguf", "model.gguf"
 # By model_type of a config: whether the rows of queries and keys take the other order.
@@ -30,13 +30,16 @@ NO_MERGE = "<none> <none>"
 NUL = 0
 
 
-def write_gguf(folder: Path, network: nn.Module, tokenizer: Tokenizer) -> str:
-    """Write model.gguf of a network in float32, read it back, and return a line about it.
+def write_gguf(folder: Path, tokenizer: Tokenizer) -> str:
+    """Write model.gguf of the network in its folder of `transformers`; return a line about it.
 
-    Raises UserError for what llama.cpp computes otherwise or has no vocabulary for.
+    Weights are float32, and read back. Raises UserError for what llama.cpp computes otherwise or
+    has no vocabulary for.
     """
     import gguf
+    from transformers import AutoModelForCausalLM
 
+    network = AutoModelForCausalLM.from_pretrained(folder / FOLDER, local_files_only=True).float()
     config, path = network.config, folder / NAME
     kind = config.model_type
     if kind not in PERMUTED:

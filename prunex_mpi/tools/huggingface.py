@@ -99,8 +99,8 @@ def write_transformers(
     tokenizer: Tokenizer,
     allowed: float,
     origin: str = "",
-) -> tuple[nn.Module, str]:
-    """Write a folder that `transformers` loads; return its network and a line: how far it is off.
+) -> str:
+    """Write a folder that `transformers` loads; return a line: how far its network is off.
 
     `tokens` int64 [n, context] are windows that it is proved on, `allowed` is what rounding
     explains, `origin` the folder of `transformers` that training began with, "" for none. Raises
@@ -112,8 +112,7 @@ def write_transformers(
 
     logging.disable_progress_bar()
     place = folder / FOLDER
-    network = convert(model, Tokens(tokenizer.size, tokens.shape[1]))
-    network.save_pretrained(place)
+    convert(model, Tokens(tokenizer.size, tokens.shape[1])).save_pretrained(place)
     _write_tokenizer(place, tokenizer, origin)
     # Read back as whoever loads the folder does.
     found = AutoModelForCausalLM.from_pretrained(place, local_files_only=True).float()
@@ -127,7 +126,7 @@ def write_transformers(
             f"AutoTokenizer makes other tokens of text beside a {type(found).__name__}, which it "
             "has a tokenizer of its own for: train with that one's tokenizer.json"
         )
-    return network, f"{FOLDER}/: {type(found).__name__}, {proof}"
+    return f"{FOLDER}/: {type(found).__name__}, {proof}"
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from jobs import run_folder, run_job_here
 from nodes import WORLD
 from tiny_text import gpt
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.export import parse
 from prunex_mpi.models import standalone
@@ -30,8 +31,11 @@ def test_a_pruned_transformer_is_exported(onnx, capsys):
         assert run_job_here(make(**RUN, run_dir=str(folder / "run"))) == 0
         if WORLD.rank == 0:
             capsys.readouterr()
-            flags = ["--model", MODEL, "--repeat", "1", "--torch-export"]
-            export(parse([str(folder / "run"), *flags, *(["--onnx"] if onnx else [])]))
+            flags = ["--model", MODEL, "--repeat", "1", "--torch-export", "--transformers"]
+            # A format that can't be written costs none of the rest.
+            with pytest.raises(UserError, match="--transformers: LayerNorm takes the mean of all"):
+                export(parse([str(folder / "run"), *flags, *(["--onnx"] if onnx else [])]))
+            assert not (folder / "run/model/transformers").exists()
             told = capsys.readouterr().out
             assert f"on {16 * CONTEXT} test tokens the outputs differ" in told
             assert "tokens/s" in told and "tokens alone" not in told

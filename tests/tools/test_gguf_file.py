@@ -34,7 +34,8 @@ def test_a_reader_of_others_finds_the_same_network(name, count, tmp_path):
     from transformers import AutoModelForCausalLM
 
     network = convert(pruned(built(name))[0], TOKENS)
-    line = write_gguf(tmp_path, network, tokenizer_file(tmp_path))
+    network.save_pretrained(tmp_path / "transformers")
+    line = write_gguf(tmp_path, tokenizer_file(tmp_path))
     assert f"{count} tensors" in line
     found = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert torch.equal(found(WINDOWS).logits, network(WINDOWS).logits)
@@ -55,5 +56,6 @@ def test_a_reader_of_others_finds_the_same_network(name, count, tmp_path):
     ],
 )
 def test_what_llama_cpp_has_not_is_refused(name, tokenizer, reason, tmp_path):
+    convert(built(name), TOKENS).save_pretrained(tmp_path / "transformers")
     with pytest.raises(UserError, match=f"--gguf: .*{reason}"):
-        write_gguf(tmp_path, convert(built(name), TOKENS), tokenizer(tmp_path))
+        write_gguf(tmp_path, tokenizer(tmp_path))

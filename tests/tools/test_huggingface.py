@@ -55,7 +55,7 @@ def test_every_kind_goes_back_as_its_own_class(tmp_path):
     smaller = [pruned(built(name), keep)[0] if keep else built(name) for name, keep in cases]
     folders = []
     for (name, _), model in zip(cases, smaller, strict=True):
-        _, line = write_transformers(tmp_path / name, model, WINDOWS, tokenizer_of(name), 0.0)
+        line = write_transformers(tmp_path / name, model, WINDOWS, tokenizer_of(name), 0.0)
         assert "logits differ by at most" in line and "4 greedy tokens" in line
         folders.append(str(tmp_path / name / "transformers"))
     found = read_elsewhere(folders, WINDOWS, TEXT)
