@@ -31,6 +31,11 @@ def build_parser() -> Parser:
     add("--dataset", default="", metavar="NAME", help="likewise, the run's own data")
     add("--onnx", action="store_true", help="write model.onnx as well")
     add("--torch-export", action="store_true", help="write model.pt2 as well, by torch.export")
+    what = "write a folder that transformers loads as well, of a language model"
+    add("--transformers", action="store_true", help=what)
+    add(
+        "--gguf", action="store_true", help="write model.gguf for llama.cpp as well, by that folder"
+    )
     add("--data-dir", default="", metavar="DIR", help="folder of the data, where it has moved")
     what = f"images or windows to compare the networks on, 0 for all of the run [{PROOF_IMAGES}]"
     add("--images", type=int, default=PROOF_IMAGES, metavar="N", help=what)

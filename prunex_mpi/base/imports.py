@@ -2,12 +2,30 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import USAGE, UserError, one_line, quote
+from prunex_mpi.base.files import TOKENIZER
+
+# Before the folder of a model that `transformers` has saved, which names no code.
+HUB = "hf:"
+
+
+def hub_folder(model: str) -> str:
+    """Return the folder of a model that `transformers` has saved, "" for other models."""
+    return model.removeprefix(HUB) if model.startswith(HUB) else ""
+
+
+def hub_defaults(model: str) -> dict[str, str]:
+    """Return the settings that name what is in the folder of a model, {} for other models."""
+    folder = hub_folder(model)
+    tokenizer = os.path.join(folder, TOKENIZER)
+    found = {"init_from": folder, "tokenizer": tokenizer}
+    return {name: path for name, path in found.items() if folder and os.path.exists(path)}
 
 
 def import_function(what: str, name: str, purpose: str) -> Callable[..., Any]:
@@ -55,7 +73,7 @@ def check_named(
     function of the module will do. A module inside `folder`, which is read, is refused anyway.
     """
     module, colon, _ = name.partition(":")
-    if not colon:
+    if not colon or name.startswith(HUB):
         return
     known = {other if whole else other.partition(":")[0] for other in given if ":" in other}
     if (name if whole else module) not in known:

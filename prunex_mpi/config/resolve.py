@@ -15,12 +15,14 @@ import tomli_w
 
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.base.files import FORMAT, tomllib
+from prunex_mpi.base.imports import hub_defaults, hub_folder
 from prunex_mpi.config.checks import check_given, check_together, first_at_target
 from prunex_mpi.methods.declared import METHODS, OPTIMIZER_DEFAULTS
 from prunex_mpi.settings.fields import (
     DATASET_DEFAULTS,
     OF_THE_JOB,
     SHARED,
+    TEXT,
     Settings,
     key_of,
 )
@@ -227,6 +229,9 @@ def build(preset: str, given: Mapping[str, Any], run: Mapping[str, Any] | None =
     What the file of the run says was judged when that began.
     """
     laid = over(run or {}, given)
+    model = laid.get("model", "")
+    if hub_folder(model) and laid.get("dataset", TEXT) == TEXT:
+        laid = over({"dataset": TEXT, **hub_defaults(model)}, laid)
     method = BY_NAME[laid.get("method", "prunex")]
     if not method.by_iteration and given.get("local_steps") == AUTO:
         raise UserError(

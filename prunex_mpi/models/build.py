@@ -1,12 +1,16 @@
 """Build networks by name."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torchvision
 from torch import nn
 
-from prunex_mpi.base.errors import USAGE, UserError, meant, one_line
-from prunex_mpi.base.imports import import_function
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, meant, one_line
+from prunex_mpi.base.files import read_text
+from prunex_mpi.base.imports import hub_folder, import_function
+from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.gpt import GPT_SIZES, gpt_shape
 from prunex_mpi.models.inputs import Images, Inputs, Tokens
@@ -19,6 +23,8 @@ from prunex_mpi.models.standalone import (
 )
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
+# What describes a model in a folder of transformers.
+CONFIG = "config.json"
 # Networks that are not torchvision's, each with a stem of its own.
 OF_OUR_OWN = (*CIFAR_FAMILY, SMALL_VGG, SMALL_VIT)
 
@@ -27,9 +33,10 @@ def build_model(name: str, inputs: Inputs, stem: str = "auto") -> nn.Module:
     """Build the network `name` with fresh weights, float32 on the CPU; try whether it fits.
 
     `name` is a ResNet of the CIFAR family, a torchvision classifier, a transformer for text as in
-    `gpt`, or `package.module:factory`, called with the first of `inputs.sizes()` and the others
-    that its signature takes, by keyword: num_classes and image_size, or vocab_size and context. The
-    weights are drawn from torch's global generator. Raises UserError (USAGE) for an unknown name, a
+    `gpt`, hf:FOLDER of transformers, or `package.module:factory`, called with the first of
+    `inputs.sizes()` and the others that its signature takes, by keyword: num_classes and
+    image_size, or vocab_size and context. The weights are drawn from torch's global generator.
+    Raises UserError (USAGE) for an unknown name, a
     stem the model does not have, a factory that fails, and a model that does not fit.
     """
     description = describe(name, inputs, stem)
@@ -71,6 +78,9 @@ def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
     A factory is imported here, not called.
     """
     chosen = ""
+    if folder := hub_folder(name):
+        config = _read_config(name, Path(folder, CONFIG), inputs)
+        return {"name": name, **inputs.sizes(), "stem": chosen, "config": config}
     if ":" in name:
         import_function("model", name, "to build it")
     elif gpt_shape(name) is None and name not in model_names():
@@ -96,6 +106,21 @@ def describe(name: str, inputs: Inputs, stem: str = "auto") -> dict[str, Any]:
             f"--stem {stem} fits torchvision's ResNet family, not {name}: leave --stem out", USAGE
         )
     return {"name": name, **inputs.sizes(), "stem": chosen}
+
+
+def _read_config(name: str, path: Path, inputs: Inputs) -> dict[str, Any]:
+    """Return the config of a model that `transformers` has saved; raise UserError."""
+    require_packages(f"model {name}", "transformers", "transformers")
+    if not isinstance(inputs, Tokens):
+        raise UserError(f"model {name} reads text: give --dataset text", USAGE)
+    try:
+        return json.loads(read_text(path))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model {name}: {path} can't be read ({one_line(error)}): give a folder that "
+            "save_pretrained of transformers has written",
+            UNREADABLE,
+        ) from None
 
 
 def _is_torchvision_resnet(name: str) -> bool:

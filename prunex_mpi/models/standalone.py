@@ -150,9 +150,12 @@ def build(description: Mapping[str, Any]) -> nn.Module:
     """Return a network of full size with fresh weights, on the CPU, in training mode.
 
     `description` holds name, the sizes of inputs and stem ("cifar", "imagenet", or "" for networks
-    that have only one). Raises ValueError for a name or sizes that it can't be.
+    that have only one), and a config where it is of transformers. Raises ValueError for a name or
+    sizes that it can't be.
     """
     name, inputs = description["name"], inputs_from(description)
+    if "config" in description:
+        return OfTransformers(description["config"], inputs.classes)
     if ":" in name:
         module, _, factory = name.partition(":")
         make = getattr(importlib.import_module(module), factory)
@@ -242,6 +245,25 @@ def _narrow_resnet18(width: int, num_classes: int) -> nn.Module:
             return super()._make_layer(block, planes * width // 64, blocks, **options)
 
     return NarrowResNet18()
+
+
+class OfTransformers(nn.Module):
+    """A language model of transformers, of fresh weights in float32, that returns its logits."""
+
+    def __init__(self, config: Mapping[str, Any], vocabulary: int) -> None:
+        super().__init__()
+        # Here, for who has it not and loads another network.
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        known = AutoConfig.for_model(**config)
+        self.network = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
+        self.vocabulary = vocabulary
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens int64 [n, length] to logits [n, length, vocabulary] of those that follow."""
+        logits = self.network(tokens, use_cache=False).logits
+        # Some have more of them than their tokenizer, up to a round number.
+        return logits if logits.shape[-1] == self.vocabulary else logits[..., : self.vocabulary]
 
 
 class BasicBlock(nn.Module):

@@ -165,7 +165,8 @@ def open_run(
     One that `takes_over` has it from a rank that is lost. Collective on `world`.
     """
     # Jobs of an array begin in the same second.
-    parts = time.strftime("%Y%m%d-%H%M%S"), settings.model, os.environ.get("SLURM_JOB_ID", "")
+    model = os.path.basename(settings.model.rstrip("/"))
+    parts = time.strftime("%Y%m%d-%H%M%S"), model, os.environ.get("SLURM_JOB_ID", "")
     name = f"runs/{'-'.join(filter(None, parts))}"
     new = "" if settings.run_dir or world.rank else directory.new_folder(name)
     path = Path(broadcast_text(world, settings.run_dir or new))

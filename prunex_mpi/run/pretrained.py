@@ -33,9 +33,10 @@ from prunex_mpi.core.metrics import quality
 from prunex_mpi.core.state import Problem, RunContext, begin_iteration
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models import standalone
+from prunex_mpi.models.build import CONFIG
 from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
-from prunex_mpi.models.standalone import PLAN
+from prunex_mpi.models.standalone import MODEL, PLAN
 from prunex_mpi.models.trained import (
     Moments,
     digest_of,
@@ -198,6 +199,8 @@ def locate(settings: Settings) -> tuple[Path, Moments | None]:
         return path, None
     if index := index_in(path):
         return index, None
+    if all((path / name).is_file() for name in (CONFIG, MODEL)):
+        return path / MODEL, None
     check_not_exported(path, "--init-from", f", or its {BY_EXPORT}")
     try:
         delivered = read_summary(path)["delivered"]

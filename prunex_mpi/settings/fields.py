@@ -44,8 +44,8 @@ class Settings:
     preset: str = _setting("named set of defaults, see --help presets", "recipe", choices=PRESETS)
     method: Method = dataclasses.field(metadata=NOT_A_SETTING)
     model: str = _setting(
-        "resnet20 (resnet20-w8: half as wide), resnet18, ..., a torchvision classifier, or "
-        "package.module:factory",
+        "resnet20 (resnet20-w8: half as wide), resnet18, ..., a torchvision classifier, "
+        "package.module:factory, or hf:FOLDER that transformers has saved",
         "resnet20",
     )
     stem: str = _setting(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import FAILURE, UserError, listed, one_line
 from prunex_mpi.base.files import EXPORTED, STATE, TOKENIZER, sync, touch, write_json_durably
+from prunex_mpi.base.imports import hub_folder
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import ImageFormat, evaluation_batches, part_of
@@ -36,6 +37,7 @@ from prunex_mpi.pruning.removable import (
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.tensor_file import save_tensors
+from prunex_mpi.tools import gguf_file, huggingface
 from prunex_mpi.tools.export_proof import BATCH, compare, count_parameters, prove
 
 # On so many images it is measured which channels are constant zero.
@@ -55,14 +57,24 @@ TOLERANCE = 1e-4
 
 
 def export(options: Namespace) -> None:
-    """Read the run, take out what can go, write it, prove it and measure it."""
+    """Read the run, take out what can go, write it, prove it and measure it.
+
+    Raises UserError where that fails; of a format that fails once the rest is written.
+    """
     devices = choose_devices(options.device)
     if options.onnx:
         require_packages("--onnx", "onnx", *ONNX_PACKAGES)
+    if options.transformers:
+        require_packages(huggingface.FLAG, "transformers", "transformers")
+    if options.gguf:
+        require_packages(gguf_file.FLAG, "transformers", "transformers", "gguf")
     run = read_finished_run(options.run, options.data_dir, given=(options.model, options.dataset))
     inputs, batches_of = inputs_from(run.description), test_of(run, options.images)
     images, _ = next(batches_of(JUDGED_IMAGES))
     run.check_readable()
+    if (options.transformers or options.gguf) and run.tokenizer is None:
+        flag = huggingface.FLAG if options.transformers else gguf_file.FLAG
+        raise UserError(f"{flag} is of language models, and the network reads images: leave it out")
 
     dropped = files_before(options)
 
@@ -98,10 +110,8 @@ def export(options: Namespace) -> None:
         # What became smaller in training may have nothing left to take out.
         named = () if verdict.removed.any() else (("in the run", "written"),)
         lines.append(proof.line(inputs.counted, *named))
-        if options.onnx:
-            lines.append(write_onnx(folder, smaller, inputs, images, proof.allowed))
-        if options.torch_export:
-            lines.append(write_torch_export(folder, smaller, inputs, images, proof.allowed))
+        more, failed = write_formats(options, run, folder, smaller, images, proof.allowed)
+        lines += more
         name, larger, size = full_size(run)
         sizes = (size, (folder / standalone.MODEL).stat().st_size)
         networks = {name: larger, "smaller": smaller}
@@ -112,6 +122,8 @@ def export(options: Namespace) -> None:
 
     for line in plan["stays"]:
         print(f"stays: {line}")
+    for line in huggingface.what_differs(plan["layers"]):
+        print(line)
     gone = int(verdict.removed.sum())
     if before:
         at_first, left = count_parameters(larger), count_parameters(run.model)
@@ -122,12 +134,15 @@ def export(options: Namespace) -> None:
     if dropped:
         print(f"\ngone: {listed(dropped)} of the export before; give its flag to have it again")
     print(f"\nwritten to {options.run / EXPORTED}", flush=True)
+    for error in failed:
+        raise error
 
 
 def files_before(options: Namespace) -> list[str]:
     """Return which formats of an earlier export will go; refuse to remove what is not its own."""
     folder = options.run / EXPORTED
-    wanted = {ONNX: options.onnx, TORCH_EXPORT: options.torch_export}
+    wanted = {ONNX: options.onnx, TORCH_EXPORT: options.torch_export, gguf_file.NAME: options.gguf}
+    wanted[huggingface.FOLDER] = options.transformers or options.gguf
     ours = {standalone.MODEL, standalone.PLAN, LOADER, TOKENIZER, "__pycache__", *wanted}
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if others := [name for name in found if name not in ours]:
@@ -226,7 +241,7 @@ def new_model_folder(run: Path) -> Iterator[Path]:
                 _remove(partial)
                 partial.mkdir()
                 yield partial
-                for path in (*partial.iterdir(), partial):
+                for path in (*partial.rglob("*"), partial):
                     sync(path)
                 _remove(replaced)
                 if final.exists():
@@ -275,6 +290,41 @@ def loader_source() -> str:
         for module in (standalone, inputs_file, gpt, slim)
     ]
     return "\n\n".join([OUR_IMPORTS.sub("", texts[0]), *texts[1:]])
+
+
+def write_formats(
+    options: Namespace,
+    run: FinishedRun,
+    folder: Path,
+    model: nn.Module,
+    images: Tensor,
+    allowed: float,
+) -> tuple[list[str], list[UserError]]:
+    """Write the formats that `options` ask for; return a line about each, and why others fail.
+
+    `images` are what they are tried on, `allowed` is what rounding explains.
+    """
+    lines: list[str] = []
+    failed: list[UserError] = []
+
+    def write(name: str, writer: Callable[..., str], *given: Any) -> None:
+        try:
+            lines.append(writer(folder, *given))
+        except UserError as error:
+            _remove(folder / name)
+            failed.append(error)
+
+    given = model, inputs_from(run.description), images, allowed
+    if options.onnx:
+        write(ONNX, write_onnx, *given)
+    if options.torch_export:
+        write(TORCH_EXPORT, write_torch_export, *given)
+    if options.transformers or options.gguf:
+        given = model, images, run.tokenizer, allowed, hub_folder(run.settings.model)
+        write(huggingface.FOLDER, huggingface.write_transformers, *given)
+    if options.gguf and (folder / huggingface.FOLDER).exists():
+        write(gguf_file.NAME, gguf_file.write_gguf, run.tokenizer)
+    return lines, failed
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from prunex_mpi.models.gpt import Gpt, GptShape
 from prunex_mpi.models.inputs import Tokens
 
 TOKENS = Tokens(vocabulary=19, context=8)
@@ -47,12 +48,38 @@ def llama_tied(vocab_size: int, context: int) -> nn.Module:
     return _llama(vocab_size, context, tie_word_embeddings=True, attention_bias=True)
 
 
+def qwen2(vocab_size: int, context: int) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+    )
+    return Logits(transformers.Qwen2ForCausalLM(config))
+
+
 def gpt2(vocab_size: int, context: int) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=vocab_size, n_positions=context, n_embd=WIDTH, n_layer=2, n_head=HEADS
     )
     return Logits(transformers.GPT2LMHeadModel(config))
+
+
+def ours(vocab_size: int, context: int, *variants: str) -> nn.Module:
+    return Gpt(GptShape(2, HEADS, WIDTH, frozenset(variants)), vocab_size, context)
+
+
+def our_llama(vocab_size: int, context: int) -> nn.Module:
+    return ours(vocab_size, context, "rms", "rotary", "swiglu", "gqa", "untied")
+
+
+def our_gpt2(vocab_size: int, context: int) -> nn.Module:
+    return ours(vocab_size, context)
 
 
 class HandNorm(nn.Module):

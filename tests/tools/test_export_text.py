@@ -8,6 +8,7 @@ from jobs import run_folder, run_job_here
 from nodes import WORLD
 from tiny_text import gpt
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.export import parse
 from prunex_mpi.models import standalone
@@ -30,8 +31,11 @@ def test_a_pruned_transformer_is_exported(onnx, capsys):
         assert run_job_here(make(**RUN, run_dir=str(folder / "run"))) == 0
         if WORLD.rank == 0:
             capsys.readouterr()
-            flags = ["--model", MODEL, "--repeat", "1", "--torch-export"]
-            export(parse([str(folder / "run"), *flags, *(["--onnx"] if onnx else [])]))
+            flags = ["--model", MODEL, "--repeat", "1", "--torch-export", "--transformers"]
+            # A format that can't be written costs none of the rest.
+            with pytest.raises(UserError, match="--transformers: LayerNorm takes the mean of all"):
+                export(parse([str(folder / "run"), *flags, *(["--onnx"] if onnx else [])]))
+            assert not (folder / "run/model/transformers").exists()
             told = capsys.readouterr().out
             assert f"on {16 * CONTEXT} test tokens the outputs differ" in told
             assert "tokens/s" in told and "tokens alone" not in told
@@ -55,3 +59,25 @@ def test_a_masked_transformer_becomes_smaller_in_python():
         model.blocks[0].mlp.up.weight[::2] = 0
     found = smaller(model, torch.randint(11, (2, CONTEXT)))
     assert found.blocks[0].mlp.up.out_features == 32
+
+
+@pytest.mark.mpi
+@pytest.mark.any_mpi
+def test_a_pruned_llama_is_written_for_others(capsys):
+    with run_folder() as folder:
+        settings = {**RUN, "model": "text_nets:our_llama"}
+        assert run_job_here(make(**settings, run_dir=str(folder / "run"))) == 0
+        if WORLD.rank == 0:
+            capsys.readouterr()
+            flags = [str(folder / "run"), "--model", "text_nets:our_llama", "--repeat", "0"]
+            export(parse([*flags, "--gguf"]))
+            told = capsys.readouterr().out
+            assert "5 norms: they divide by the width before pruning" in told
+            assert "transformers/: LlamaForCausalLM, logits differ by at most" in told
+            assert "model.gguf: llama" in told and "read back equal" in told
+            config = json.loads((folder / "run/model/transformers/config.json").read_text())
+            assert (config["hidden_size"], config["num_attention_heads"]) == (16, 2)
+            # The next export takes both away, and says so.
+            export(parse(flags))
+            assert "gone: model.gguf, transformers of the export before" in capsys.readouterr().out
+        WORLD.Barrier()
