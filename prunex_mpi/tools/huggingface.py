@@ -11,7 +11,6 @@ so that other weights and another epsilon make up for RMSNorm. LayerNorm subtrac
 import copy
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,10 @@ from prunex_mpi.base.errors import FAILURE, UserError, enumerated, one_line
 from prunex_mpi.base.files import TOKENIZER
 from prunex_mpi.data.text_files import (
     BYTES,
-    CHARS,
     UNKNOWN,
     Tokenizer,
     decode,
-    encode_characters,
+    encode,
     read_tokenizer,
 )
 from prunex_mpi.models.gpt import ROTARY_BASE, Gpt
@@ -355,15 +353,6 @@ def byte_characters() -> list[str]:
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
-
-
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens that training makes of a text."""
-    if tokenizer.name == BYTES:
-        return list(text.encode())
-    if tokenizer.name == CHARS:
-        return encode_characters(text, tokenizer.characters, Counter()).tolist()
-    return read_tokenizer(tokenizer.name)[1].encode(text, add_special_tokens=False).ids
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, origin: str) -> None:

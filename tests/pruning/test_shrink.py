@@ -29,7 +29,7 @@ NETWORKS = dict.fromkeys(
 )
 NETWORKS |= {"vit_tiny": 0.35, "vit_b_16": 0.35, "shufflenet_v2_x0_5": 0.6}
 SIDE = 32
-LARGE = "wide_resnet50_2 resnet50 vgg16_bn vgg19_small vit_b_16 densenet121".split()
+LARGE = ["wide_resnet50_2", "resnet50", "vgg16_bn", "vgg19_small", "vit_b_16", "densenet121"]
 
 
 @torch.no_grad()
