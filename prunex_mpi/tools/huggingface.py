@@ -373,7 +373,8 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, origin: str) -> None:
     file = os.path.join(origin, TOKENIZER)
     if origin and os.path.exists(file) and read_tokenizer(file)[0].digest == tokenizer.digest:
         # With names of special tokens, and a template of chats.
-        AutoTokenizer.from_pretrained(origin, local_files_only=True).save_pretrained(folder)
+        how = {"local_files_only": True, "trust_remote_code": False}
+        AutoTokenizer.from_pretrained(origin, **how).save_pretrained(folder)
         return
     encoder = as_encoder(tokenizer)
     options = {"clean_up_tokenization_spaces": False}
