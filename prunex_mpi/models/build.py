@@ -21,10 +21,9 @@ from prunex_mpi.models.standalone import (
     SMALL_VIT,
     build,
 )
+from prunex_mpi.models.trained import CONFIG
 
 CIFAR_STEM_MAX_SIDE = 64  # "auto" gives images up to this side the stem that keeps their resolution
-# What describes a model in a folder of transformers.
-CONFIG = "config.json"
 # Networks that are not torchvision's, each with a stem of its own.
 OF_OUR_OWN = (*CIFAR_FAMILY, SMALL_VGG, SMALL_VIT)
 

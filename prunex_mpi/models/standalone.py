@@ -256,7 +256,9 @@ class OfTransformers(nn.Module):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         known = AutoConfig.for_model(**config)
-        self.network = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
+        # It runs no code that a config names.
+        how = {"dtype": torch.float32, "trust_remote_code": False}
+        self.network = AutoModelForCausalLM.from_config(known, **how)
         self.vocabulary = vocabulary
 
     def forward(self, tokens: Tensor) -> Tensor:

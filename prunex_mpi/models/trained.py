@@ -22,7 +22,7 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, listed, one_lin
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs, Tokens
-from prunex_mpi.models.standalone import WITH_AUXILIARY_HEADS, fill_
+from prunex_mpi.models.standalone import MODEL, WITH_AUXILIARY_HEADS, fill_
 
 # Below, `weights_only` does not keep files from executing code (CVE-2025-32434, CVE-2026-24747).
 SAFE_TORCH = (2, 10)
@@ -31,6 +31,8 @@ WRAPPERS = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
 # How libraries name the file that says in which of several files each tensor is.
 INDEX = ".safetensors.index.json"
+# What describes a model in a folder of transformers.
+CONFIG = "config.json"
 # By so many names it is found what others lack.
 TRIED_NAMES = 8
 # Torchvision's first DenseNets were saved under names that it renames when it loads them.
@@ -54,9 +56,12 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def index_in(folder: Path) -> Path | None:
-    """Return the index of the shards of a model's weights in a folder, None where there is none."""
-    return next(iter(sorted(folder.glob(f"*{INDEX}"))), None)
+def saved_in(folder: Path) -> Path | None:
+    """Return the index of shards in a folder, or the one file that `transformers` has saved."""
+    index = next(iter(sorted(folder.glob(f"*{INDEX}"))), None)
+    # An exported network has no config.
+    whole = all((folder / name).is_file() for name in (CONFIG, MODEL))
+    return index or (folder / MODEL if whole else None)
 
 
 def shards_of(path: Path) -> list[Path]:

@@ -33,17 +33,16 @@ from prunex_mpi.core.metrics import quality
 from prunex_mpi.core.state import Problem, RunContext, begin_iteration
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models import standalone
-from prunex_mpi.models.build import CONFIG
 from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
-from prunex_mpi.models.standalone import MODEL, PLAN
+from prunex_mpi.models.standalone import PLAN
 from prunex_mpi.models.trained import (
     Moments,
     digest_of,
     find_torchvision_file,
     fit_,
-    index_in,
     read_tensors,
+    saved_in,
 )
 from prunex_mpi.run.directory import RunDirectory, read_summary
 from prunex_mpi.run.finished_run import read_finished_run
@@ -197,10 +196,8 @@ def locate(settings: Settings) -> tuple[Path, Moments | None]:
     path = Path(source)
     if not os.path.isdir(path):
         return path, None
-    if index := index_in(path):
-        return index, None
-    if all((path / name).is_file() for name in (CONFIG, MODEL)):
-        return path / MODEL, None
+    if saved := saved_in(path):
+        return saved, None
     check_not_exported(path, "--init-from", f", or its {BY_EXPORT}")
     try:
         delivered = read_summary(path)["delivered"]
@@ -290,7 +287,7 @@ def with_teacher(
 def _read(settings: Settings, model: nn.Module, inputs: Inputs) -> tuple[nn.Module, dict[str, Any]]:
     """Return the network of `--teacher` with its weights, and what others need of it."""
     path = Path(settings.teacher)
-    path = index_in(path) or path
+    path = saved_in(path) or path
     found: dict[str, Any] = {"description": None, "layers": {}, "look": None, "classes": []}
     if path.is_dir():
         check_not_exported(path, "--teacher")

@@ -134,8 +134,8 @@ def export(options: Namespace) -> None:
     if dropped:
         print(f"\ngone: {listed(dropped)} of the export before; give its flag to have it again")
     print(f"\nwritten to {options.run / EXPORTED}", flush=True)
-    for error in failed:
-        raise error
+    if failed:
+        raise failed[0]
 
 
 def files_before(options: Namespace) -> list[str]:

@@ -175,7 +175,11 @@ def convert(model: nn.Module, inputs: Tokens) -> nn.Module:
             "rotary-swiglu, Llama, Qwen2), or one that is not pruned"
         )
     ours = isinstance(source, Gpt)
-    kind, config, tensors = _of_gpt(source, inputs.context) if ours else _of_its_own_class(source)
+    if ours:
+        kind, config, tensors = _of_gpt(source, inputs.context)
+    else:
+        kind, config = type(source), copy.deepcopy(source.config)
+        tensors = dict(source.state_dict())
     for name, tensor in tensors.items():
         if name.endswith(VOCABULARIES):
             tensors[name] = tensor[: inputs.vocabulary]
@@ -222,12 +226,6 @@ def _language_model(model: nn.Module) -> nn.Module:
         if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
             return module
     raise _refused("the network is no gpt_* and no language model of transformers: leave it out")
-
-
-def _of_its_own_class(source: nn.Module) -> tuple[type[nn.Module], Any, dict[str, Tensor]]:
-    """Return class, config and weights of a network of `transformers`."""
-    config = copy.deepcopy(source.config)
-    return type(source), config, dict(source.state_dict())
 
 
 def _of_gpt(source: Gpt, context: int) -> tuple[type[nn.Module], Any, dict[str, Tensor]]:
@@ -362,7 +360,8 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, origin: str) -> None:
     file = os.path.join(origin, TOKENIZER)
     if origin and os.path.exists(file) and read_tokenizer(file)[0].digest == tokenizer.digest:
         # With names of special tokens, and a template of chats.
-        AutoTokenizer.from_pretrained(origin, local_files_only=True).save_pretrained(folder)
+        how = {"local_files_only": True, "trust_remote_code": False}
+        AutoTokenizer.from_pretrained(origin, **how).save_pretrained(folder)
         return
     encoder = as_encoder(tokenizer)
     options = {"clean_up_tokenization_spaces": False}

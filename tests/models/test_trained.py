@@ -21,8 +21,8 @@ from prunex_mpi.models.trained import (
     digest_of,
     find_torchvision_file,
     fit_,
-    index_in,
     read_tensors,
+    saved_in,
 )
 
 SIDE = 8
@@ -188,7 +188,7 @@ def test_shards_are_read_by_their_index(tmp_path):
         save_file({name: state[name] for name in names[number::2]}, tmp_path / shard)
     places = {name: shards[number % 2] for number, name in enumerate(names)}
     index.write_text(json.dumps({"weight_map": places}))
-    assert index_in(tmp_path) == index
+    assert saved_in(tmp_path) == index
     assert same(read_tensors(index), state)
     before = digest_of(index)
     # Another shard is another file.
