@@ -33,7 +33,10 @@ from mpi4py import MPI
 
 from prunex_mpi.base.tables import format_cell
 from prunex_mpi.base.units import MIB
+from prunex_mpi.data.request import Request
+from prunex_mpi.data.text_files import read_text_data
 from prunex_mpi.run.dry_run import dry_run
+from prunex_mpi.run.problem import READ
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools.report.comparison import (
     Comparison,
@@ -197,7 +200,8 @@ def told_by_dry_run(settings: Settings) -> Told:
     settings = replace(settings, data_dir="")
     one_each = {"num_nodes": 2, "node_sizes": (1, 1), "world_size": 2, "world": MPI.COMM_SELF}
     one_each["racks"] = None
-    text = dry_run(settings, SimpleNamespace(**one_each))
+    known = {READ: read_text_data(Request.of(settings))}
+    text = dry_run(settings, SimpleNamespace(**one_each), known)
 
     def number(line: str, unit: str = " B") -> int:
         return int(re.search(rf"^{line} +\D*?([\d,]+){unit}", text, re.M)[1].replace(",", ""))

@@ -35,7 +35,7 @@ FOLDERS += tuple(
 FOLDERS += ("prunex_mpi/methods/results",)
 READMES = [ROOT / folder / "README.md" for folder in FOLDERS]
 # Of the first page; and of all pages together, generated tables apart.
-LONGEST, MOST_WORDS, MOST_IN_ALL = 165, 1700, 14300
+LONGEST, MOST_WORDS, MOST_IN_ALL = 165, 1700, 14400
 GENERATED = re.compile(r"<!-- \S+\.json: (?!figures)\S+ -->.*?<!-- end -->", re.DOTALL)
 
 STARTS = ("python -m prunex_mpi", "python tests/", "mpirun ", "srun ", "sbatch ", "bash batch/")
@@ -50,7 +50,15 @@ SCRIPTS = {
 }
 # Flags of Slurm and pytest, and what a run or an installation makes.
 FOREIGN = {"--mpi", "--gpu-bind", "--signal", "--nodes", "--ntasks-per-node", "--gpus-per-node"}
-FOREIGN |= {"--with-mpi", "--with-ft", "--oversubscribe", "--mca", "--host", "--no-kill"}
+FOREIGN |= {
+    "--with-mpi",
+    "--with-ft",
+    "--oversubscribe",
+    "--allow-run-as-root",
+    "--mca",
+    "--host",
+    "--no-kill",
+}
 MADE = {".venv", "runs", "checkpoints", "heartbeats"}
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
