@@ -38,10 +38,10 @@ def _problems(s: Settings) -> Iterator[str]:
     yield from _of_data(s)
     if s.amp == "fp16" and s.method.per_step and not s.method.overflow_safe:
         yield f"amp fp16: what {s.method.name} keeps or scales by must not overflow; use bf16"
-    if s.optimizer == "muon" and (s.method.prunes_weights or s.method.own_groups):
+    if s.optimizer == "muon" and not s.method.suits_muon:
         yield (
-            f"optimizer muon makes matrices orthogonal, which brings back the weights that "
-            f"{s.method.name} has pruned; give sgd or adamw"
+            f"optimizer muon makes matrices orthogonal, which brings back what {s.method.name} "
+            "prunes; give sgd or adamw"
         )
     if s.local_steps == AUTO and not s.local_epochs:
         yield "local-steps auto needs local-epochs, which say how long the run is"

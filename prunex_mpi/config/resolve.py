@@ -199,6 +199,9 @@ def defaults(preset: str, method: Method, optimizer: str = "", dataset: str = ""
 
     named = of_method(_named_by(preset))
     own = of_method(DATASET_DEFAULTS.get(dataset or named.get("dataset", ""), {}))
+    # A preset for a data set knows better than what suits any run on it.
+    if "dataset" in named and "optimizer" in named and method.suits_muon:
+        own["optimizer"] = suits
     optimizer = optimizer or named.get("optimizer", "") or own.get("optimizer", "")
     own |= {**method.defaults, **of_method(OPTIMIZER_DEFAULTS.get(optimizer, {}))}
     for name in OPTIMIZER_DEFAULTS.get(suits, {}).keys() & named.keys():

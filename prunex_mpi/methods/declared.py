@@ -312,14 +312,9 @@ class PrunetrainOptions:
 
 
 def check_prunetrain(settings: Settings) -> None:
-    """Refuse an interval in which nothing would be removed, Muon, and compiled models."""
+    """Refuse an interval in which nothing would be removed, and compiled models."""
     if settings.compile:
         raise UserError("compile: prunetrain changes the model too often; leave it away")
-    if settings.optimizer == "muon":
-        raise UserError(
-            "optimizer muon makes matrices orthogonal, so that the lasso empties no channel; give "
-            "sgd or adamw"
-        )
     if settings.options.reconfigure_every > settings.outer_iterations:
         raise UserError(
             f"prunetrain.reconfigure-every {settings.options.reconfigure_every} is more than the "

@@ -86,6 +86,11 @@ class Method:
         return self.prunes == "channels"
 
     @property
+    def suits_muon(self) -> bool:
+        """Whether orthogonal steps leave alone what it prunes: weights, or what a lasso shrinks."""
+        return self.prunes in ("", "groups")
+
+    @property
     def prunes_once(self) -> bool:
         """Whether it prunes at the end of one outer iteration."""
         return self.takes("prune_iteration")
