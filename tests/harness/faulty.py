@@ -1,9 +1,9 @@
 """The training program with one fault in it: `mpirun ... python faulty.py FAULT flags`.
 
 FAULT is JSON: {"rank": R, "at": "module:function", "side": "before" or "after", "call": K, "what":
-one of FAULTS, "mark": FILE}, or a list of such. At the K-th call of the function on rank R FILE is
-made, and then the fault happens; with call 0 it never does. The functions are replaced by name: the
-product knows nothing of it.
+one of FAULTS, mistake or wait, "mark": FILE}, or a list of such. At the K-th call of the function
+on rank R FILE is made, and then the fault happens; with call 0 it never does. The functions are
+replaced by name: the product knows nothing of it.
 """
 
 import json
@@ -20,7 +20,8 @@ from typing import Any
 
 # Room for the watchdog's record, which is rewritten in place, and for nothing of a checkpoint.
 FULL_DISK_BYTES = 4096
-FAULTS = ("kill", "term", "stop", "raise", "mistake", "exit", "vanish", "full-disk", "hang")
+# Those that campaigns draw.
+FAULTS = ("kill", "term", "stop", "raise", "exit", "vanish", "full-disk", "hang")
 
 
 def noisy(num_classes: int, image_size: int) -> Any:

@@ -109,7 +109,12 @@ WRONG = {
     "no tokenizer": (b"", "--tokenizer words", UNREADABLE, "give bytes, chars, or a tokenizer"),
     "a token beyond": (b"", "--model tiny_text:of_few_tokens", USAGE, "does not fit windows of 8"),
     "no mask": (b"", "--model tiny_text:without_a_mask", USAGE, "depends on later tokens"),
-    "no channels": (b"", "--model tiny_text:lstm", USAGE, "network's): choose a --method that does"),
+    "no channels": (
+        b"",
+        "--model tiny_text:lstm",
+        USAGE,
+        "network's): choose a --method that does",
+    ),
 }
 
 
