@@ -113,7 +113,7 @@ WRONG = {
         b"",
         "--model tiny_text:lstm",
         USAGE,
-        "network's): choose a --method that does",
+        "network's): choose a --method",
     ),
 }
 
