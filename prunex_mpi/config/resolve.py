@@ -198,10 +198,12 @@ def defaults(preset: str, method: Method, optimizer: str = "", dataset: str = ""
         return {name: value for name, value in values.items() if concerns(name, method)}
 
     named = of_method(_named_by(preset))
+    if suits == "muon" and not method.suits_muon:
+        named.pop("optimizer", None)
     own = of_method(DATASET_DEFAULTS.get(dataset or named.get("dataset", ""), {}))
     # A preset for a data set knows better than what suits any run on it.
-    if "dataset" in named and "optimizer" in named and method.suits_muon:
-        own["optimizer"] = suits
+    if {"dataset", "optimizer"} <= named.keys():
+        del own["optimizer"]
     optimizer = optimizer or named.get("optimizer", "") or own.get("optimizer", "")
     own |= {**method.defaults, **of_method(OPTIMIZER_DEFAULTS.get(optimizer, {}))}
     for name in OPTIMIZER_DEFAULTS.get(suits, {}).keys() & named.keys():

@@ -83,6 +83,7 @@ def test_presets_suit_runs_of_any_length(preset):
         ("text", {}, ("muon", 0.016, 0.1)),
         ("text", {"method": "local-sgd"}, ("muon", 0.016, 0.1)),
         ("text", {"optimizer": "adamw"}, ("adamw", 1e-3, 0.05)),
+        ("text", {"method": "pactrain"}, ("adamw", 1e-3, 0.05)),
         ("text", {"optimizer": "sgd"}, ("sgd", 0.05, 5e-4)),
         ("text", {"lr": 0.01}, ("muon", 0.01, 0.1)),
         # Who takes no optimizer is given none.
