@@ -35,8 +35,8 @@ def build_model(name: str, inputs: Inputs, stem: str = "auto") -> nn.Module:
     `gpt`, hf:FOLDER of transformers, or `package.module:factory`, called with the first of
     `inputs.sizes()` and the others that its signature takes, by keyword: num_classes and
     image_size, or vocab_size and context. The weights are drawn from torch's global generator.
-    Raises UserError (USAGE) for an unknown name, a
-    stem the model does not have, a factory that fails, and a model that does not fit.
+    Raises UserError (USAGE) for an unknown name, a stem the model does not have, a factory that
+    fails, and a model that does not fit.
     """
     description = describe(name, inputs, stem)
     try:

@@ -25,9 +25,9 @@ class Logits(nn.Module):
         return self.model(tokens, use_cache=False).logits
 
 
-def _llama(vocab_size: int, context: int, **options: object) -> nn.Module:
+def _decoder(kind: str, vocab_size: int, context: int, **options: object) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=vocab_size,
         hidden_size=WIDTH,
         intermediate_size=48,
@@ -37,29 +37,19 @@ def _llama(vocab_size: int, context: int, **options: object) -> nn.Module:
         max_position_embeddings=context,
         **options,
     )
-    return Logits(transformers.LlamaForCausalLM(config))
+    return Logits(getattr(transformers, f"{kind}ForCausalLM")(config))
 
 
 def llama(vocab_size: int, context: int) -> nn.Module:
-    return _llama(vocab_size, context)
+    return _decoder("Llama", vocab_size, context)
 
 
 def llama_tied(vocab_size: int, context: int) -> nn.Module:
-    return _llama(vocab_size, context, tie_word_embeddings=True, attention_bias=True)
+    return _decoder("Llama", vocab_size, context, tie_word_embeddings=True, attention_bias=True)
 
 
 def qwen2(vocab_size: int, context: int) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-    )
-    return Logits(transformers.Qwen2ForCausalLM(config))
+    return _decoder("Qwen2", vocab_size, context)
 
 
 def gpt2(vocab_size: int, context: int) -> nn.Module:
