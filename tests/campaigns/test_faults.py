@@ -128,7 +128,8 @@ PLACES = (
     Place("prunex_mpi.core.loop:evaluate", per_iteration=1),
     Place("prunex_mpi.run.directory:RunDirectory.append", per_iteration=2, only_rank_0=True),
     Place("prunex_mpi.run.directory:RunDirectory.rewind", 1, only_rank_0=True, resuming=True),
-    Place("prunex_mpi.run.checkpoint:save", per_checkpoint=1),
+    # After the last one nothing is missing but the summary, which rank 0 writes by itself.
+    Place("prunex_mpi.run.checkpoint:save", per_checkpoint=1, finishing=True),
     Place("prunex_mpi.run.checkpoint_files:begin", per_checkpoint=1, only_rank_0=True),
     Place("prunex_mpi.run.checkpoint_files:write_rank_file", per_checkpoint=1),
     Place("prunex_mpi.run.checkpoint_files:save_tensors", per_checkpoint=1),
