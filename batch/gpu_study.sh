@@ -22,7 +22,7 @@ shift
 PYTHON=${PYTHON:-python3} IMAGES=${IMAGES:-cifar10.tar.xz} TEXT=${TEXT:-linux_doc.tar.xz} LIMIT_S=${LIMIT_S:-510}
 WORK=${WORK:-${TMPDIR:-/tmp}/gpu_study}
 export PYTHONPATH=$PWD:$PWD/batch${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1
 LAUNCH=(mpirun --oversubscribe --bind-to none)
 DEVICE=cuda FLAGS=("$@") EPOCHS=(16 40) TOGETHER=${TOGETHER:-1}
 IMAGE_DATA=(--dataset image_arrays:Images --data-dir "$WORK/images")
@@ -134,7 +134,7 @@ rm -f "$WORK"/*.log
 status=$?
 # What runs wrote, without their weights.
 (cd "$WORK" && find . -name images -prune -o -name text -prune -o \
-    -type f \( -name '*.log' -o -name '*.json*' -o -name '*.toml' -o -name '*.txt' \) -print0 | tar -czf "$OUT/piece_$PIECE.tar.gz" --null -T -)
+    -name layers.jsonl -prune -o -type f \( -name '*.log' -o -name '*.json*' -o -name '*.toml' -o -name '*.txt' \) -print0 | tar -czf "$OUT/piece_$PIECE.tar.gz" --null -T -)
 if ((status)); then
     echo "error: piece $PIECE is not complete after $SECONDS s; called again on this machine it goes on" >&2
     exit 1
