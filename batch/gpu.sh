@@ -24,7 +24,8 @@ if [[ -z $OUT ]]; then
     echo "error: the folder ${1:-gpu} can't be made: name another one" >&2
     exit 2
 fi
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PRUNEX_TEST_DEVICE=cuda OMP_NUM_THREADS=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
+export PRUNEX_TEST_DEVICE=${PRUNEX_TEST_DEVICE:-cuda}
 # Open MPI refuses to start as root otherwise, and root is the ordinary user of a container.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 LAUNCH=(mpirun)
@@ -34,7 +35,8 @@ if mpirun --version 2>/dev/null | grep -q "Open MPI\|OpenRTE"; then
     LAUNCH+=(--oversubscribe --bind-to none)
 fi
 
-if ! "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+if [[ $PRUNEX_TEST_DEVICE == cuda ]] \
+    && ! "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
     echo "error: torch of $PYTHON sees no GPU here; set PYTHON to one that does" >&2
     exit 2
 fi
@@ -109,7 +111,7 @@ import torch
 out = Path(sys.argv[1])
 rows = [line.split("\t") for line in (out / "parts.tsv").read_text().splitlines()]
 found = {
-    "gpu": torch.cuda.get_device_name(),
+    "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
     "torch": torch.__version__,
     "mpi": subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.split("\n")[0],
     "parts": [{"part": name, "result": result, "seconds": int(s)} for name, result, s in rows],

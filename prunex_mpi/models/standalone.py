@@ -51,7 +51,7 @@ PROBE_TOLERANCE = 2e-2
 CIFAR_FAMILY = {
     f"resnet{depth}" + f"-w{width}" * (width != 16): (depth, width)
     for depth in (8, 20, 32, 44, 56, 110)
-    for width in (2, 3, 4, 6, 8, 12, 16, 24, 32)
+    for width in (2, 3, 4, 6, 8, 11, 12, 16, 24, 32)
 }
 # torchvision's ResNet-18, of fewer channels than 64 in its first stage.
 NARROW_RESNETS = {f"resnet18-w{width}": width for width in (8, 16, 32)}

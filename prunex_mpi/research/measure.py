@@ -54,8 +54,8 @@ IMAGES, SMALL = Images(224, 10), Images(32, 10)
 # On the CPU several passes go over a tile in the cache, and are few more than a copy.
 AIM, CODE_AIM, GPU_AIM = 3.0, 4.0, 1.5
 WITH_AIM = ("projection", "pack", "unpack", "dual update")
-# Of codes: float32 values of a vector, and workers that share the levels of int8sum.
-VALUES, WORKERS = 8 * 2**20, 2
+# Of codes: workers that share the levels of int8sum.
+WORKERS = 2
 # Of training, in percent; a quarter of an epoch of CIFAR-10's 50,000 images on 4 ranks at batch 32;
 # outer iterations measured before and after the freeze.
 OVERHEAD_AIM, FULL_STEPS, MEASURED = 5.0, 98, 2
@@ -125,14 +125,16 @@ def make_state(settings: Settings, device: torch.device) -> State:
 # --------------------------------------------------------------------------------------------------
 
 
-def kernels(bench: Bench, values: int = VALUES) -> list[Table]:
-    """Return the tables of steps and of codes, which work on so many `values`.
+def kernels(bench: Bench) -> list[Table]:
+    """Return the tables of steps, and of codes of as many values as the model has.
 
     In a job of one rank, where no step waits for a network.
     """
     state = make_state(bench.settings, bench.device)
     adopt_mask(state, project_alone(state))
-    return [_steps(bench, state), block_codes(bench, values)]
+    steps, values = _steps(bench, state), state.layout.numel // BLOCK * BLOCK
+    del state
+    return [steps, block_codes(bench, values)]
 
 
 def project_alone(state: State) -> np.ndarray:

@@ -146,9 +146,9 @@ class Run:
 class Options:
     """What to compare; `common` holds converted values by field name.
 
-    `seeds` are those of this job; `plan` is a digest of all that the plan says, and of the flags
-    that change it. With `reveal` the networks of a comparison that is done are tested. Times and
-    bytes to each of `targets` are told.
+    `rows` and `seeds` are those of this job; `plan` is a digest of all that the plan says, and of
+    the flags that change it. With `reveal` the networks of a comparison that is done are tested.
+    Times and bytes to each of `targets` are told.
     """
 
     rows: tuple[Row, ...]
@@ -210,6 +210,8 @@ def build_parser() -> Parser:
     add("--methods", **several, metavar="NAME", help=f"some of {', '.join(BY_NAME)}")
     add("--plan", metavar="FILE", help="TOML: [settings] and [rows.NAME], in place of --methods")
     add("--seeds", **several, metavar="N", help="one run of each row per seed [the plan's, or 0]")
+    about = "train these rows of the plan alone, so that jobs may share it; not with --reveal"
+    add("--rows", **several, metavar="NAME", help=about)
     add(
         "--reveal",
         action="store_true",
@@ -234,7 +236,8 @@ def parse(argv: Sequence[str]) -> Options:
     folder, json_file = given.pop("dir", ""), given.pop("json", "")
     reveal, resume = given.pop("reveal", False), given.pop("resume", False)
     targets = tuple(_target(text) for text in given.pop("target", ()))
-    methods, path, seeds = (given.pop(name, None) for name in ("methods", "plan", "seeds"))
+    taken = (given.pop(name, None) for name in ("methods", "plan", "seeds", "rows"))
+    methods, path, seeds, some = taken
     if (methods is None) == (path is None):
         raise UserError(f"give either --methods, some of {', '.join(BY_NAME)}, or --plan")
     planned, protocol = {}, Protocol()
@@ -267,12 +270,24 @@ def parse(argv: Sequence[str]) -> Options:
     )
     if options.resume and not folder:
         raise UserError(f"--{'reveal' if reveal else 'resume'} is for the runs of --dir; give it")
-    if reveal and (seeds is not None or "protocol" not in table):
-        raise UserError("--reveal is for all seeds of a --plan with [protocol]; leave --seeds away")
+    if reveal and (seeds is not None or some is not None or "protocol" not in table):
+        what = "all rows and seeds of a --plan with [protocol]; leave --rows and --seeds away"
+        raise UserError(f"--reveal is for {what}")
     _check_imports(replace(options, common=planned), argv)
     _check_used([*planned, *flags], rows)
     _check_rows(options)
-    return options
+    return options if some is None else replace(options, rows=_named_rows(some, rows))
+
+
+def _named_rows(names: Sequence[str], rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Return the rows of these names."""
+    refuse_repeated("--rows", names)
+    known = {row.name: row for row in rows}
+    for name in names:
+        if name not in known:
+            guess = meant(name, known, f"; there are {', '.join(known)}")
+            raise UserError(f"--rows: the plan has no row {quote(name)}{guess}")
+    return tuple(known[name] for name in names)
 
 
 def _seeds(words: Sequence[str] | None, protocol: Protocol) -> tuple[int, ...]:

@@ -1,12 +1,16 @@
-"""Scripts of batch/ without what they are for: gpu.sh without a GPU, _slurm.sh without Slurm."""
+"""Scripts of batch/ without what they are for: gpu*.sh without a GPU, _slurm.sh without Slurm."""
 
+import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from image_folders import write_folder
+from launch import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "batch/gpu.sh"
@@ -61,6 +65,53 @@ def test_parts_that_were_not_begun_are_no_success(tmp_path):
     assert {result for _, result, _ in rows} == {"not begun"}
     names = refused.stderr.split("name some of ")[1].split()
     assert sorted(names) == sorted(name for name, _, _ in rows)
+
+
+def study(piece: object, place: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a piece of the study with few steps of tiny networks, on the CPU."""
+    given = {"GPU_STUDY_TINY": "1", "PYTHON": sys.executable, "OUT": f"{place}/out", **variables}
+    given |= {"IMAGES": f"{place}/images.tar", "TEXT": f"{place}/text.tar", "WORK": f"{place}/work"}
+    return subprocess.run(
+        ["bash", str(ROOT / "batch/gpu_study.sh"), str(piece)],
+        env={**os.environ, **given},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.mark.parametrize(("piece", "says"), [(7, "1 to 6"), (2, "set IMAGES"), (4, "set TEXT")])
+def test_a_piece_of_the_study_says_what_it_lacks(tmp_path, piece, says):
+    (tmp_path / "python").write_text("#!/bin/sh")
+    (tmp_path / "python").chmod(0o755)
+    path = f"{Path(launcher()[0]).parent}:{os.environ['PATH']}"
+    refused = study(piece, tmp_path, PYTHON=str(tmp_path / "python"), PATH=path)
+    assert refused.returncode == 2 and says in refused.stderr, refused.stderr
+
+
+@pytest.mark.jobs
+@pytest.mark.any_mpi
+@pytest.mark.long
+@pytest.mark.parametrize("piece", range(1, 7))
+def test_a_piece_of_the_study_comes_to_its_end(tmp_path, piece):
+    """All commands of a piece; what it trains is tested, and little comes back."""
+    words = " ".join(f"{n} and {n * n}," for n in range(2000))
+    (tmp_path / "train.txt").write_text(words)
+    (tmp_path / "test.txt").write_text(words[:4000])
+    write_folder(tmp_path)
+    for name, parts in (("images", ("train", "test")), ("text", ("train.txt", "test.txt"))):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as tar:
+            for part in parts:
+                tar.add(tmp_path / part, part)
+    ended = study(piece, tmp_path, PATH=f"{Path(launcher()[0]).parent}:{os.environ['PATH']}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ("on test images" in ended.stdout) == (piece == 1)
+    written = {path.name: path for path in (tmp_path / "out").iterdir()}
+    assert f"piece_{piece}.tar.gz" in written and len(written) <= 5
+    if piece <= 4:
+        (file,) = (path for name, path in written.items() if name.endswith(".json"))
+        found = json.loads(file.read_text())["comparison"]
+        assert found["revealed"] and all(run["test"] for run in found["outcomes"])
 
 
 def test_a_job_of_slurm_works_where_sbatch_says(tmp_path):

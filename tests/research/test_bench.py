@@ -42,7 +42,7 @@ def alone():
 
 
 def test_kernels_time_every_step_against_a_copy_of_the_stated_bytes(alone):
-    steps, _ = kernels(alone, 128)
+    steps, _ = kernels(alone)
     assert_sane(steps)
     assert all(
         ms > 0 for name in steps.columns if name.endswith("ms") for ms in column(steps, name)

@@ -60,6 +60,8 @@ LOCAL_STEPS = "local-steps = 4\ngrid = {lr = [0.1, 0.2]}"
         ("--methods dense topk --keep-ratio 0.5", ["--keep-ratio", "dense, topk"]),
         ("--methods prunex-flat --mask-agreement or", ["--mask-agreement", "(it is for prunex)"]),
         ("--methods dense --seed 3", ["--seed", "--seeds"]),
+        ("--methods dense --rows dnse", ["--rows", "no row 'dnse'", "dense"]),
+        ("--methods dense --dir d --rows dense --reveal", ["--reveal", "--rows"]),
         ("--methods dense --resume", ["--resume", "--dir"]),
         ("--methods dense --val-split 0", ["val-split 0", "held out"]),
         ("--methods dense --target 0", ["--target", "'0'"]),
@@ -165,6 +167,8 @@ def test_a_plan_has_rows_of_one_method_with_settings_of_their_own(tmp_path):
     protocol = options.protocol
     assert (protocol.trials, protocol.tune_seed, protocol.seeds) == (2, 3, (0, 1))
     assert options.protocol.length == Fraction(1, 2)
+    some = parse(["--plan", str(tmp_path / "plan.toml"), "--batch-size=4", "--rows", "prunex"])
+    assert (some.rows, some.plan) == (options.rows[2:], options.plan)
 
 
 def test_flags_that_are_given_twice_add_up():
