@@ -1,5 +1,6 @@
 """Import what users name as `package.module:function`, and nothing that files alone name."""
 
+import filecmp
 import importlib
 import importlib.util
 import os
@@ -28,6 +29,23 @@ def hub_defaults(model: str) -> dict[str, str]:
     return {name: path for name, path in found.items() if folder and os.path.exists(path)}
 
 
+def check_hub_tokenizer(own: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Raise UserError for another tokenizer than that of the folder that weights come from.
+
+    `own` are `hub_defaults`, `given` settings by name. Weights fit a smaller vocabulary as well.
+    """
+    theirs, name = own.get("tokenizer"), given.get("tokenizer")
+    weights = given.get("init_from", own.get("init_from")) == own.get("init_from")
+    if not (theirs and name and weights):
+        return
+    if not (os.path.exists(name) and filecmp.cmp(theirs, name, shallow=False)):
+        raise UserError(
+            f"--tokenizer {name} is not {theirs}, which the weights are of: leave it away, or "
+            "begin with fresh weights (--init-from '')",
+            USAGE,
+        )
+
+
 def import_function(what: str, name: str, purpose: str) -> Callable[..., Any]:
     """Import the function `name`, package.module:function, which a setting `what` gives.
 
@@ -39,9 +57,11 @@ def import_function(what: str, name: str, purpose: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     # Importing runs the user's module, which can raise anything.
     except Exception as error:
+        advice = "give package.module:function with the package on PYTHONPATH"
+        if (plain := name.replace(".py:", ":")) != name:
+            advice = f"did you mean {plain}?"
         raise UserError(
-            f"{what} {name}: cannot import {module_name!r} ({one_line(error)}): "
-            "give package.module:function with the package on PYTHONPATH",
+            f"{what} {name}: cannot import {module_name!r} ({one_line(error)}): {advice}",
             USAGE,
         ) from error
     function = getattr(module, attribute, None)

@@ -15,7 +15,7 @@ import tomli_w
 
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.base.files import FORMAT, tomllib
-from prunex_mpi.base.imports import hub_defaults, hub_folder
+from prunex_mpi.base.imports import check_hub_tokenizer, hub_defaults, hub_folder
 from prunex_mpi.config.checks import check_given, check_together, first_at_target
 from prunex_mpi.methods.declared import METHODS, OPTIMIZER_DEFAULTS
 from prunex_mpi.settings.fields import (
@@ -236,7 +236,9 @@ def build(preset: str, given: Mapping[str, Any], run: Mapping[str, Any] | None =
     laid = over(run or {}, given)
     model = laid.get("model", "")
     if hub_folder(model) and laid.get("dataset", TEXT) == TEXT:
-        laid = over({"dataset": TEXT, **hub_defaults(model)}, laid)
+        own = hub_defaults(model)
+        check_hub_tokenizer(own, laid)
+        laid = over({"dataset": TEXT, **own}, laid)
     method = BY_NAME[laid.get("method", "prunex")]
     if not method.by_iteration and given.get("local_steps") == AUTO:
         raise UserError(

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -443,8 +443,6 @@ def encode_characters(text: str, characters: str, lost: Counter[str]) -> np.ndar
 def read_tokenizer(path: str) -> tuple[Tokenizer, Any]:
     """Return a tokenizer file's description and what it makes; raise UserError where it can't."""
     require_packages("--tokenizer FILE", "text", "tokenizers")
-    from tokenizers import Tokenizer as Encoder
-
     try:
         with open_regular(path) as file:
             data = file.read()
@@ -455,7 +453,7 @@ def read_tokenizer(path: str) -> tuple[Tokenizer, Any]:
             UNREADABLE,
         ) from None
     try:
-        encoder = Encoder.from_str(data.decode())
+        encoder = _parsed(data)
     # The package raises plain exceptions.
     except Exception as error:
         raise UserError(
@@ -463,11 +461,20 @@ def read_tokenizer(path: str) -> tuple[Tokenizer, Any]:
             f"({one_line(error)})",
             UNREADABLE,
         ) from None
-    encoder.no_padding()
-    encoder.no_truncation()
     # Numbers need not be without gaps.
     size = 1 + max(encoder.get_vocab(with_added_tokens=True).values(), default=-1)
     return Tokenizer(path, size, digest=sha256(data).hexdigest()), encoder
+
+
+@lru_cache(maxsize=1)
+def _parsed(data: bytes) -> Any:
+    """Return what a tokenizer file makes; a large one takes seconds, and callers read it again."""
+    from tokenizers import Tokenizer as Encoder
+
+    encoder = Encoder.from_str(data.decode())
+    encoder.no_padding()
+    encoder.no_truncation()
+    return encoder
 
 
 def _encoded(encoder: Any, text: Iterable[str]) -> Iterator[np.ndarray]:

@@ -45,10 +45,13 @@ from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
 from prunex_mpi.tools.export_proof import count_parameters
-from prunex_mpi.tools.generate import Sampling, generate, seconds_per_token
+from prunex_mpi.tools.generate import Sampling, generate
+from prunex_mpi.tools.timing import seconds_per_call
 
 # Settings of a run that say on what it was tested.
 DATA = ("dataset", "data_dir", "test_samples", "workers", "tokenizer")
+# In which a token is timed.
+TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -468,7 +471,8 @@ def answer(
     full.eval()
     if count_parameters(full) != count_parameters(model):
         models["full size"] = full
-    seconds = seconds_per_token(models, network.inputs, place.device, heartbeat)
+    window = torch.zeros(1, network.inputs.context, dtype=torch.int64, device=place.device)
+    seconds = seconds_per_call(models, window, TURNS, heartbeat)
     return {"prompt": options.prompt, "continuation": text, "seconds_per_token": seconds}
 
 

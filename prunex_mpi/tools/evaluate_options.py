@@ -20,8 +20,13 @@ BATCH, CLASSES, MAX_COUNT, TIMEOUT_S = 256, 20, 10**6, 1800
 # Of a continuation, and what it has no use for.
 TOKENS, TEMPERATURE = 200, 0.8
 DRAWING = {"tokens": TOKENS, "temperature": TEMPERATURE, "seed": 0}
-TESTING = ("dataset", "data_dir", "test_samples")
-
+TESTS = {"batch_size": BATCH, "classes": CLASSES}
+TESTING = ("dataset", "data_dir", "test_samples", *TESTS)
+# Least and most of numbers.
+RANGES = (
+    *(("classes", 0, MAX_COUNT), ("batch_size", 1, MAX_COUNT), ("tokens", 1, MAX_COUNT)),
+    *(("temperature", 0, MAX_COUNT), ("seed", 0, 2**63 - 1)),
+)
 
 # What was given, by the names of the flags; empty and None stand for what the run was tested on.
 Options = argparse.Namespace
@@ -45,10 +50,10 @@ def build_parser() -> Parser:
     which = "0 for all [of its own data as many as the run, of others all]"
     add("--test-samples", metavar="N", help=f"images, or windows of text, to use, {which}")
     what = f"at most so many images, or windows, at once [{BATCH}]"
-    add("--batch-size", type=int, default=BATCH, metavar="N", help=what)
+    add("--batch-size", type=int, metavar="N", help=what)
     add("--device", default="auto", help="where to compute: auto, cpu or cuda [auto]")
     what = f"so many classes are shown, those of lowest accuracy first [{CLASSES}]"
-    add("--classes", type=int, default=CLASSES, metavar="N", help=what)
+    add("--classes", type=int, metavar="N", help=what)
     what = "a language model: print how it continues TEXT, in place of testing it"
     add("--prompt", metavar="TEXT", help=what)
     add("--tokens", type=int, metavar="N", help=f"by so many tokens [{TOKENS}]")
@@ -64,9 +69,12 @@ def build_parser() -> Parser:
 def parse(argv: Sequence[str]) -> Options:
     """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
-    check_range(given, "classes", 0, MAX_COUNT)
-    check_range(given, "batch_size", 1, MAX_COUNT)
     _check_prompt(given)
+    for name, usual in {**TESTS, **DRAWING}.items():
+        if getattr(given, name) is None:
+            setattr(given, name, usual)
+    for name, least, most in RANGES:
+        check_range(given, name, least, most)
     requested = ["dataset"] if given.dataset else []
     requested += ["test_samples"] if given.test_samples is not None else []
     for name in (*requested, "device", "timeout"):
@@ -75,7 +83,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _check_prompt(given: Options) -> None:
-    """Fill in how a prompt is continued; raise UserError for flags that do not go together."""
+    """Raise UserError for flags of a test beside those of a continuation."""
     if given.prompt is None:
         if odd := [name for name in DRAWING if getattr(given, name) is not None]:
             raise UserError(f"--{odd[0]} is of a continuation: give --prompt TEXT too")
@@ -83,9 +91,3 @@ def _check_prompt(given: Options) -> None:
     if odd := [name for name in TESTING if getattr(given, name) not in ("", None)]:
         flag = odd[0].replace("_", "-")
         raise UserError(f"--{flag} is of a test, and --prompt is none: give one of the two")
-    for name, usual in DRAWING.items():
-        if getattr(given, name) is None:
-            setattr(given, name, usual)
-    check_range(given, "tokens", 1, MAX_COUNT)
-    check_range(given, "temperature", 0, MAX_COUNT)
-    check_range(given, "seed", 0, 2**63 - 1)

@@ -1,11 +1,9 @@
 """Prove that a smaller network computes the same, and measure what it saves."""
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,7 +16,7 @@ from prunex_mpi.base.units import MIB
 from prunex_mpi.data.text import rows_at_once
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.slim import doubled
-from prunex_mpi.tools.timing import Action, synchronize, wall_times
+from prunex_mpi.tools.timing import seconds_per_call
 
 # Of the largest output, in float64: what is left where two networks compute the same.
 EXACT = 1e-9
@@ -29,7 +27,6 @@ BATCH = 100
 ASSUMED = 8
 EXACT_BATCHES = 2  # float64 is slow, and an error of the structure shows on any image
 BATCHES = (1, 128)  # images per call when timed
-SAMPLE_S = 0.02  # at least, or the clock and the first touch of memory count
 
 
 @dataclass(frozen=True)
@@ -196,35 +193,11 @@ def compare(
     for device in devices if repeat else ():
         for size in sorted({min(size, most) for size in BATCHES}):
             batch = images[torch.arange(size) % len(images)].to(device)
-            seconds = _seconds(larger.to(device), smaller.to(device), batch, repeat)
+            there = {name: model.to(device) for name, model in networks.items()}
+            seconds = list(seconds_per_call(there, batch, repeat, Heartbeat()).values())
             before, after = seconds
             name = f"{device.type}, batch {size}:"
             rows.append((f"{name} ms", 1e3 * before, 1e3 * after, before / after))
             many, what = size * inputs.predictions, f"{name} {inputs.counted}s/s"
             rows.append((what, many / before, many / after, before / after))
     return Table("Full size, and smaller", ("", *networks, "times"), tuple(rows)), seconds
-
-
-@torch.no_grad()
-def _seconds(larger: nn.Module, smaller: nn.Module, batch: Tensor, repeat: int) -> list[float]:
-    """Return the median seconds of a batch for each network, taken in turns."""
-
-    def repeated(model: nn.Module) -> tuple[Callable[[], None], int]:
-        model(batch)
-        synchronize(batch.device)
-        start = time.perf_counter()
-        model(batch)
-        synchronize(batch.device)
-        calls = math.ceil(SAMPLE_S / (time.perf_counter() - start))
-
-        def run() -> None:
-            for _ in range(calls):
-                model(batch)
-
-        return run, calls
-
-    (run_larger, larger_calls), (run_smaller, smaller_calls) = repeated(larger), repeated(smaller)
-    actions = {"larger": Action(run_larger), "smaller": Action(run_smaller)}
-    times = wall_times(actions, repeat, batch.device, Heartbeat())
-    larger_s, smaller_s = (float(np.median(taken)) for taken in times.values())
-    return [larger_s / larger_calls, smaller_s / smaller_calls]

@@ -3,6 +3,7 @@
 The files become valid all at once.
 """
 
+import os
 import re
 import shutil
 from argparse import Namespace
@@ -130,7 +131,9 @@ def export(options: Namespace) -> None:
         print(f"removed in training: {at_first - left:,} of {at_first:,} parameters")
     print(f"removed: {gone:,} of {coupling.total:,} groups of channels")
     print("\n".join(lines))
-    print(f"\n{describe_machine(devices[-1])}\n{format_table(table)}")
+    # What else the machine does makes times long, and their ratio uncertain.
+    load = f"load {os.getloadavg()[0]:.1f}"
+    print(f"\n{describe_machine(devices[-1])}, {load}\n{format_table(table)}")
     if dropped:
         print(f"\ngone: {listed(dropped)} of the export before; give its flag to have it again")
     print(f"\nwritten to {options.run / EXPORTED}", flush=True)

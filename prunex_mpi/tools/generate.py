@@ -1,17 +1,13 @@
-"""Continue a text with a language model, token by token, and time it."""
+"""Continue a text with a language model, token by token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.models.inputs import Tokens
-from prunex_mpi.tools.timing import Action, wall_times
-
-TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -53,17 +49,3 @@ def _drawn(logits: Tensor, temperature: float, draws: torch.Generator) -> int:
         return int(logits.argmax())
     shares = torch.softmax(logits / temperature, dim=0)
     return int(torch.multinomial(shares, 1, generator=draws))
-
-
-@torch.no_grad()
-def seconds_per_token(
-    models: dict[str, nn.Module], inputs: Tokens, device: torch.device, heartbeat: Heartbeat
-) -> dict[str, float]:
-    """Return the median time of each network for one more token after a full context.
-
-    The networks, on `device` and in evaluation mode, take turns.
-    """
-    window = torch.zeros(1, inputs.context, dtype=torch.int64, device=device)
-    actions = {name: Action(lambda m=model: m(window)) for name, model in models.items()}
-    times = wall_times(actions, TURNS, device, heartbeat)
-    return {name: float(np.median(taken)) for name, taken in times.items()}

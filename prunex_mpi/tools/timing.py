@@ -1,16 +1,21 @@
 """Time actions fairly, one after the other in turns, on one rank or on all of them together."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from prunex_mpi.base.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+SAMPLE_S = 0.02  # at least, or the clock and the first touch of memory count
 
 
 class Action(NamedTuple):
@@ -59,3 +64,28 @@ def synchronize(device: torch.device) -> None:
     """Wait for the kernels queued on `device`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def seconds_per_call(
+    models: Mapping[str, nn.Module], batch: Tensor, repeat: int, heartbeat: Heartbeat
+) -> dict[str, float]:
+    """Return the median time of each network for a `batch`, over `repeat` turns of SAMPLE_S each.
+
+    The networks, in evaluation mode and on the device of `batch`, take turns.
+    """
+
+    def run(model: nn.Module, calls: int) -> float:
+        synchronize(batch.device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            model(batch)
+        synchronize(batch.device)
+        return time.perf_counter() - start
+
+    # The first call prepares more than those that follow.
+    first = [(run(model, 1), run(model, 1))[1] for model in models.values()]
+    calls = {name: math.ceil(SAMPLE_S / s) for name, s in zip(models, first, strict=True)}
+    actions = {name: Action(partial(run, model, calls[name])) for name, model in models.items()}
+    times = wall_times(actions, repeat, batch.device, heartbeat)
+    return {name: float(np.median(taken)) / calls[name] for name, taken in times.items()}

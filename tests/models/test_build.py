@@ -166,6 +166,7 @@ def test_own_factory_is_called_with_classes_and_the_size_if_it_takes_it():
         ("own_models:LIMIT", "LIMIT"),
         ("own_models:", "no function"),
         (":net", "cannot import"),
+        ("nets.py:small", "did you mean nets:small?"),
         ("own_models:number", "int"),
         ("own_models:positional", "num_classes"),
         ("own_models:headless", "[1, 3, 32, 32]"),

@@ -73,6 +73,18 @@ def test_the_weights_are_those_that_were_saved(tmp_path):
     torch.testing.assert_close(model(tokens), saved(tokens).logits[..., :257])
 
 
+def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path):
+    save(str(tmp_path / "saved"))
+    model = {"model": f"hf:{tmp_path}/saved"}
+    copy = tmp_path / "tokenizer.json"
+    copy.write_bytes((tmp_path / "saved/tokenizer.json").read_bytes())
+    assert make(**RUN, **model, tokenizer=str(copy)).tokenizer == str(copy)
+    # Fresh weights go with any.
+    assert make(**RUN, **model, tokenizer="bytes", init_from="").init_from == ""
+    with pytest.raises(UserError, match=r"--tokenizer bytes is not .*, which the weights are of"):
+        make(**RUN, **model, tokenizer="bytes")
+
+
 def test_what_is_no_such_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"config.json can't be read .*save_pretrained"):
         build_model(f"hf:{tmp_path}", Tokens(257, 8))
