@@ -87,7 +87,7 @@ def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple
             f"over the batch; it returns {kind}",
             USAGE,
         )
-    guess = float(found)
+    guess = float(found.detach())
     return loss, guess if math.isfinite(guess) else 0.0
 
 

@@ -158,7 +158,13 @@ def build(description: Mapping[str, Any]) -> nn.Module:
         return OfTransformers(description["config"], inputs.classes)
     if ":" in name:
         module, _, factory = name.partition(":")
-        make = getattr(importlib.import_module(module), factory)
+        try:
+            make = getattr(importlib.import_module(module), factory)
+        except ModuleNotFoundError as error:
+            lacking = (
+                f"{error}: the network is {name}, whose file has to lie in a folder of sys.path"
+            )
+            raise ModuleNotFoundError(lacking) from None
         model = make(**_taken(make, inputs.sizes()))
         if isinstance(model, nn.Module) and any(
             nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())

@@ -30,7 +30,7 @@ APART = ("compare", "figure")
 ALL = "all"
 # Settings of training that the benchmark has as well. One turn of a large model may take minutes.
 USUAL = {
-    **{"model": "resnet152", "groups": ["channel"], "batch_size": "32", "amp": "off"},
+    **{"model": "resnet18", "groups": ["channel"], "batch_size": "32", "amp": "off"},
     **{"compile": False, "device": "auto", "timeout": "1800"},
 }
 

@@ -21,6 +21,8 @@ def vector(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, labels)[None]
 
 
+# Torch warns where a loss becomes a number with its graph, once on each rank.
+@pytest.mark.filterwarnings("error")
 def test_a_loss_must_be_a_number(monkeypatch):
     own = {"scalar": scalar, "vector": vector}
     monkeypatch.setattr(

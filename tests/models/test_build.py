@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, model_names
 from prunex_mpi.models.gpt import GptShape, gpt_shape
 from prunex_mpi.models.inputs import Images, Tokens
@@ -174,6 +175,11 @@ def test_own_factory_is_called_with_classes_and_the_size_if_it_takes_it():
 )
 def test_bad_factories_are_refused_in_one_line(name, says):
     assert says in refuse(name)
+
+
+def test_an_exported_network_names_the_module_that_it_lacks():
+    with pytest.raises(ModuleNotFoundError, match="the network is nowhere:net, whose file has"):
+        standalone.build({"name": "nowhere:net", **Images(8, 10).sizes(), "stem": ""})
 
 
 @pytest.mark.usefixtures("own_models")
