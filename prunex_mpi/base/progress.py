@@ -66,6 +66,9 @@ class Progress:
         if mode == "on" or sys.stderr.isatty():
             options = {"bar_format": BAR_FORMAT, "mininterval": BAR_S}
             self.bar = Bar(total=length.iterations, file=sys.stderr, **options)
+            # A terminal that tells no width, as in some containers, would show nothing.
+            if self.bar.ncols is not None and self.bar.ncols <= 0:
+                self.bar.ncols = self.bar.nrows = None
             # What is logged meanwhile goes above the bar.
             self.exits.enter_context(logging_redirect_tqdm([log]))
         self.watcher = threading.Thread(target=self._watch, name="progress", daemon=True)

@@ -116,7 +116,7 @@ def _read_one(path: Path) -> dict[str, Tensor]:
         raise UserError(f"cannot read weights {path}: {error.strerror}", UNREADABLE) from None
     # The libraries may raise anything for a damaged file.
     except Exception as error:
-        reason = one_line(error).split("Please file an issue")[0][:120]
+        reason = re.split(r"Please file an issue|\. This file can", one_line(error))[0][:120]
         raise UserError(
             f"weights {path} are no safetensors file and no torch file of tensors alone ({reason}):"
             " save the model's state_dict()",

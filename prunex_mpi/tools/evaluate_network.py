@@ -52,6 +52,8 @@ from prunex_mpi.tools.timing import seconds_per_call
 DATA = ("dataset", "data_dir", "test_samples", "workers", "tokenizer")
 # In which a token is timed.
 TURNS = 5
+# So many are shown, those of lowest accuracy.
+CLASSES = 20
 
 
 @dataclass(frozen=True)
@@ -304,9 +306,7 @@ def describe(found: dict[str, Any], options: Options) -> str:
         ("accuracy", f"{100 * found['accuracy']:.2f} %"),
     ]
     known = [one for one in found["classes"] if one["images"]]
-    shown = sorted(known, key=lambda one: one["accuracy"])[: options.classes]
-    if not shown:
-        return format_lines(lines)
+    shown = sorted(known, key=lambda one: one["accuracy"])[:CLASSES]
     rows = tuple((c["class"], c["images"], 100 * c["accuracy"], c["loss"]) for c in shown)
     title = "Classes" if len(shown) == len(known) else f"Lowest {len(shown)} of {len(known)}"
     columns = ("class", "images", "accuracy %", "cross-entropy")

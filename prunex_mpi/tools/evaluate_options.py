@@ -16,17 +16,11 @@ from prunex_mpi.config.parser import (
 from prunex_mpi.settings.fields import SHARED
 from prunex_mpi.settings.values import choices_shown
 
-BATCH, CLASSES, MAX_COUNT, TIMEOUT_S = 256, 20, 10**6, 1800
+BATCH, MAX_COUNT, TIMEOUT_S = 256, 10**6, 1800
 # Of a continuation, and what it has no use for.
 TOKENS, TEMPERATURE = 200, 0.8
 DRAWING = {"tokens": TOKENS, "temperature": TEMPERATURE, "seed": 0}
-TESTS = {"batch_size": BATCH, "classes": CLASSES}
-TESTING = ("dataset", "data_dir", "test_samples", *TESTS)
-# Least and most of numbers.
-RANGES = (
-    *(("classes", 0, MAX_COUNT), ("batch_size", 1, MAX_COUNT), ("tokens", 1, MAX_COUNT)),
-    *(("temperature", 0, MAX_COUNT), ("seed", 0, 2**63 - 1)),
-)
+TESTING = ("dataset", "data_dir", "test_samples", "batch_size")
 
 # What was given, by the names of the flags; empty and None stand for what the run was tested on.
 Options = argparse.Namespace
@@ -52,8 +46,6 @@ def build_parser() -> Parser:
     what = f"at most so many images, or windows, at once [{BATCH}]"
     add("--batch-size", type=int, metavar="N", help=what)
     add("--device", default="auto", help="where to compute: auto, cpu or cuda [auto]")
-    what = f"so many classes are shown, those of lowest accuracy first [{CLASSES}]"
-    add("--classes", type=int, metavar="N", help=what)
     what = "a language model: print how it continues TEXT, in place of testing it"
     add("--prompt", metavar="TEXT", help=what)
     add("--tokens", type=int, metavar="N", help=f"by so many tokens [{TOKENS}]")
@@ -70,11 +62,13 @@ def parse(argv: Sequence[str]) -> Options:
     """Return what `argv`, without the words before, asks for; raise UserError in one line."""
     given = build_parser().parse_all(argv)
     _check_prompt(given)
-    for name, usual in {**TESTS, **DRAWING}.items():
+    for name, usual in {"batch_size": BATCH, **DRAWING}.items():
         if getattr(given, name) is None:
             setattr(given, name, usual)
-    for name, least, most in RANGES:
-        check_range(given, name, least, most)
+    for name in ("batch_size", "tokens"):
+        check_range(given, name, 1, MAX_COUNT)
+    check_range(given, "temperature", 0, MAX_COUNT)
+    check_range(given, "seed", 0, 2**63 - 1)
     requested = ["dataset"] if given.dataset else []
     requested += ["test_samples"] if given.test_samples is not None else []
     for name in (*requested, "device", "timeout"):

@@ -131,6 +131,8 @@ def test_it_is_silent_when_off_and_on_other_ranks(mode, rank, capsys):
 def test_it_is_a_bar_on_a_terminal_and_where_one_is_asked_for(mode, capsys, monkeypatch, clock):
     if mode == "auto":
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        # Of such a width the bar showed nothing.
+        monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (-1, -1))
     heartbeat = Heartbeat()
     progress = begin(Length(3, 30, 64), mode, 0, heartbeat)
     progress.start(1, 10, 10)

@@ -265,7 +265,7 @@ class Harmful:
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        ("a model", "tensors alone"),
+        ("a model", "load failed): save the model's state_dict()"),
         ("code", "tensors alone"),
         ("text", "tensors alone"),
         ("cut", "tensors alone"),

@@ -19,7 +19,7 @@ WORDS = {
     "doctor": "--mpi-buffers",
     "bench": "figure --help",
     "export": "--torch-export",
-    "evaluate": "--classes",
+    "evaluate": "--batch-size",
     "report": "--png",
 }
 NOTHING_LOADED = "sys.exit(3 if {'torch', 'mpi4py', 'numpy'} & set(sys.modules) else 0)"

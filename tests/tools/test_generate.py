@@ -64,7 +64,6 @@ def test_a_text_comes_back_from_its_tokens(tokenizer):
     [
         ("--seed 1", "--seed is of a continuation: give --prompt TEXT too"),
         ("--prompt a --test-samples 4", "--test-samples is of a test, and --prompt is none"),
-        ("--prompt a --classes 3", "--classes is of a test, and --prompt is none"),
         ("--prompt a --batch-size 256", "--batch-size is of a test, and --prompt is none"),
         ("--prompt a --temperature -1", "--temperature must be from 0"),
     ],
