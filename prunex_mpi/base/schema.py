@@ -14,13 +14,18 @@ NUMBERS = (
     *("iterations", "density", "parameters", "parameters_kept", "prunable", "prunable_kept"),
     *("seconds_total", "tokens_per_second"),
 )
-TABLES = ("seconds", "bytes", "checkpoints")
+TABLES = ("seconds", "bytes", "checkpoints", "validation", "work")
 
 
 def read_json(path: Path) -> Any:
-    """Return what a regular file holds, all numbers finite; raise OSError, ValueError."""
+    """Return what a regular file holds, as `loads` does; raise OSError, ValueError."""
+    return loads(read_text(path))
+
+
+def loads(text: str | bytes) -> Any:
+    """Return what JSON holds, all numbers finite in float64 too; raise ValueError."""
     try:
-        return json.loads(read_text(path), parse_float=_finite, parse_constant=_finite)
+        return json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_finite)
     except RecursionError:
         raise ValueError("it nests too deeply") from None
 
@@ -32,12 +37,17 @@ def check_summary(summary: Any) -> None:
         if name in TEXTS:
             _require(isinstance(value, str), name)
         elif name in NUMBERS:
-            _require(_is_number(value), name)
+            _require(is_number(value), name)
         elif name.startswith("test_"):
-            _require(value is None or _is_number(value), name)
+            _require(value is None or is_number(value), name)
         elif name in TABLES:
             _require(isinstance(value, dict) and _are_numbers(value.values()), name)
-    if (model := summary.get("delivered")) is not None:
+        elif name == "nodes":
+            _require(isinstance(value, list) and _are_counts(value), name)
+        elif name == "initial":
+            _require(isinstance(value, dict), name)
+    if "delivered" in summary:
+        model = summary["delivered"]
         _require(isinstance(model, dict) and _are_counts([model.get("bytes")]), "delivered.bytes")
         _require(_are_counts([model.get("crc32")]), "delivered.crc32")
         check_network(model, model, model)
@@ -76,12 +86,17 @@ def _finite(text: str) -> float:
     return number
 
 
-def _is_number(value: object) -> bool:
+def _whole(text: str) -> int:
+    _finite(text)
+    return int(text)
+
+
+def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _are_numbers(values: Iterable[object]) -> bool:
-    return all(map(_is_number, values))
+    return all(map(is_number, values))
 
 
 def _are_counts(values: Iterable[object]) -> bool:

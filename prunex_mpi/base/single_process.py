@@ -44,11 +44,14 @@ def parsed(parse: Callable[[Sequence[str]], Options], argv: Sequence[str] | None
 def open_closed_streams() -> None:
     """Open the null device for each standard stream that is closed, as under daemons.
 
-    It takes the stream's own number, so that no file gets what is written to that.
+    It takes the stream's own number, so that no file gets what is written to that, and programs
+    that are started inherit it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def say_error(name: str, error: UserError) -> None:

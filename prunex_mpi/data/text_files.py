@@ -10,6 +10,7 @@ the tokens is to test on, as in nanoGPT. It is read in pieces that end where a l
 """
 
 import codecs
+import json
 import os
 import re
 import tempfile
@@ -287,7 +288,7 @@ def prepare(request: Request, known: Tokenizer | None = None) -> Text:
         place = lambda piece, number: number  # noqa: E731
     else:
         tokenizer, encoder = read_tokenizer(name)
-        encode, place = partial(_encoded, encoder), partial(_place_of_token, encoder)
+        encode, place = partial(_encoded, encoder, lost), partial(_place_of_token, encoder)
     looks = [_Look() for _ in parts]
     texts = (encode(pieces_of(part, look)) for part, look in zip(parts, looks, strict=True))
     kind = np.min_scalar_type(tokenizer.size - 1).name
@@ -321,7 +322,7 @@ def prepare(request: Request, known: Tokenizer | None = None) -> Text:
     lacking = [f"not read: {listed(str(path.relative_to(data_dir)) for path in rest)}"] * bool(rest)
     if lost:
         counted = listed(f"{one!r} ({count:,})" for one, count in lost.most_common())
-        lacking += [f"{lost.total():,} characters are not in the vocabulary: {counted}"]
+        lacking += [f"the tokenizer loses {lost.total():,} characters: {counted}"]
     found = _found(data_dir, files, parts, length)
     sizes = length, begin, test_bytes
     return Text(path, kind, tokenizer, *sizes, digest, told, found, "; ".join(lacking))
@@ -477,12 +478,22 @@ def _parsed(data: bytes) -> Any:
     return encoder
 
 
-def _encoded(encoder: Any, text: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield the tokens of each piece, several pieces at a time."""
+def _encoded(encoder: Any, lost: Counter[str], text: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yield the tokens of each piece; count in `lost` the characters that they don't give back."""
+    model = json.loads(encoder.to_str())["model"]
+    unknown = model.get("unk_id")
+    if unknown is None and model.get("unk_token") is not None:
+        unknown = encoder.token_to_id(model["unk_token"])
     pieces = iter(text)
     while batch := list(islice(pieces, PIECES_AT_ONCE)):
-        for found in encoder.encode_batch(batch, add_special_tokens=False):
-            yield np.array(found.ids, dtype=np.int64)
+        encoded = [found.ids for found in encoder.encode_batch(batch, add_special_tokens=False)]
+        # The name of the unknown token has characters that the text may lack.
+        known = [[number for number in numbers if number != unknown] for numbers in encoded]
+        decoded = encoder.decode_batch(known, skip_special_tokens=False)
+        for piece, given in zip(batch, decoded, strict=True):
+            if piece != given:
+                lost += Counter(piece) - Counter(given)
+        yield from (np.array(numbers, dtype=np.int64) for numbers in encoded)
 
 
 def _place_of_token(encoder: Any, piece: str, number: int) -> int:

@@ -114,7 +114,7 @@ def _read_config(name: str, path: Path, inputs: Inputs) -> dict[str, Any]:
         raise UserError(f"model {name} reads text: give --dataset text", USAGE)
     try:
         return json.loads(read_text(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"model {name}: {path} can't be read ({one_line(error)}): give a folder that "
             "save_pretrained of transformers has written",

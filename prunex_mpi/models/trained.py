@@ -75,7 +75,7 @@ def shards_of(path: Path) -> list[Path]:
         text = file.read()
     try:
         names = sorted({Path(name) for name in json.loads(text)["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         names = []
     if not names or any(len(name.parts) != 1 for name in names):
         raise UserError(f"{path} names no shards beside it: save the model again", UNREADABLE)
@@ -92,7 +92,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         shards = shards_of(path)
     except OSError as error:
         raise UserError(f"cannot read weights {path}: {error.strerror}", UNREADABLE) from None
-    return {k: t for part in shards for k, t in read_tensors(part).items()} or _read_one(path)
+    return {k: t for part in shards or [path] for k, t in _read_one(part).items()}
 
 
 def _read_one(path: Path) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, enumerated, quote
-from prunex_mpi.base.files import RANKS, STATE
+from prunex_mpi.base.files import RANKS, STATE, open_regular
 from prunex_mpi.base.record_keys import RESIDUALS
 from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import Table, format_table
@@ -348,14 +348,15 @@ def patterns(run: Run) -> Drawn:
 def read_weights(run: Run) -> dict[str, np.ndarray]:
     """Return some convolutions of a run that have zeros."""
     from safetensors import SafetensorError
-    from safetensors.numpy import load_file
+    from safetensors.numpy import load
 
     path = run.path / STATE
     where = quote(shown(path), 250)
     if not path.exists():
         raise lacking("13", run, f"{STATE} (a run writes it at its end)")
     try:
-        tensors = load_file(path)
+        with open_regular(path) as file:
+            tensors = load(file.read())
     except OSError as error:
         raise UserError(f"{where} can't be read: {error.strerror}", UNREADABLE) from None
     except (SafetensorError, KeyError, TypeError, ValueError):

@@ -4,7 +4,6 @@
 written before the first test datum is read; from then on the plan, its runs and its choices stay.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -15,9 +14,10 @@ from typing import Any
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.base.files import read_text, telling_disk_errors, write_json_durably
+from prunex_mpi.base.files import telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
+from prunex_mpi.base.schema import read_json
 from prunex_mpi.comm.agreement import broadcast_json, run_collectively, run_on_root
 from prunex_mpi.research.plan import Options
 from prunex_mpi.run.directory import read_summary
@@ -47,11 +47,15 @@ def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
     def read() -> dict[str, Any]:
         file = Path(options.folder) / REVEAL
         try:
-            found = json.loads(read_text(file))
+            found = read_json(file)
             plan, at, results = (found[key] for key in ("plan", "at", "results"))
+            if not isinstance(found["networks"], dict):
+                raise ValueError
+            for quality in results.values():
+                Quality(**quality)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (AttributeError, OSError, ValueError, KeyError, TypeError):
             raise UserError(f"{file} can't be read; choose another --dir", UNREADABLE) from None
         if plan != options.plan:
             raise UserError(

@@ -20,10 +20,12 @@ from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.datasets import Dataset, load
 from prunex_mpi.data.decoding import Reader, decoding_threads
 from prunex_mpi.data.request import Classes, Part, Request
+from prunex_mpi.data.sources import FIXED_SEED
 from prunex_mpi.data.text import TextSet, Windows, take_windows
 from prunex_mpi.data.text_files import BYTES, CHARS, FILE_NAME, Tokenizer, read_text_data
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
+from prunex_mpi.models.draws import keeping_draws, seed_all
 from prunex_mpi.models.dummy_input import transient_buffers
 from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.run.directory import COMPLETE, read_summary
@@ -181,6 +183,13 @@ def _fill_(model: nn.Module, tensors: dict[str, Tensor], name: str) -> None:
     standalone.fill_(model, tensors)
 
 
+def load_alike(request: Request, part: Part) -> Dataset:
+    """Do as `load`; what a function of the user's draws is the same on all ranks, in all jobs."""
+    with keeping_draws():
+        seed_all(FIXED_SEED)
+        return load(request, part)
+
+
 def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Dataset | TextSet:
     """Return all test images of the run, or its text, and none that it was trained on."""
     alone = {"train_samples": None, "test_samples": settings.test_samples, "val_split": 0.0}
@@ -189,7 +198,7 @@ def _load_test(settings: Settings, inputs: Inputs, classes: Sequence[str]) -> Da
         return _load_test_text(request, classes)
     known = Classes(inputs.classes, tuple(classes))
     threads = decoding_threads(1, request.workers)
-    data = load(request, Part(0, 1, threads=threads, classes=known))
+    data = load_alike(request, Part(0, 1, threads=threads, classes=known))
     try:
         found = inputs_from(data.sizes())
     except ValueError as error:

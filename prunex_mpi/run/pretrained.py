@@ -1,6 +1,5 @@
 """Networks that are read from files: the first weights of `--init-from`, and `--teacher`."""
 
-import json
 import os
 from collections.abc import Sequence
 from copy import deepcopy
@@ -15,10 +14,11 @@ from torch import nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
-from prunex_mpi.base.files import STATE, SUMMARY, read_text, telling_disk_errors, write_json_durably
+from prunex_mpi.base.files import STATE, SUMMARY, telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.base.progress import judged
+from prunex_mpi.base.schema import read_json
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     run_collectively,
@@ -180,7 +180,7 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, context: Ru
 def read_initial(run: Path) -> dict[str, Any]:
     """Return what `evaluate_initial` has written, {} where a run began with fresh weights."""
     try:
-        return json.loads(read_text(run / INITIAL))
+        return read_json(run / INITIAL)
     except (OSError, ValueError):
         return {}
 

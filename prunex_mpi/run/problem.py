@@ -41,7 +41,7 @@ from prunex_mpi.data.batches import (
     images_at_once,
     normalisation,
 )
-from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.decoding import decoding_threads
 from prunex_mpi.data.image_files import CONTENTS, read_share
 from prunex_mpi.data.request import TEST, Known, Part, Request
@@ -53,6 +53,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.draws import seed_all
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import trained_parameters
+from prunex_mpi.run.finished_run import load_alike
 from prunex_mpi.settings.fields import TEXT, Settings
 
 CPU = torch.device("cpu")
@@ -139,7 +140,7 @@ def find_inputs(request: Request, known: Known) -> Inputs:
     one = {"train_samples": 1, "test_samples": 1 if TEST in request.parts else None}
     first = replace(request, **one, val_split=0.0, data_mode="memory")
     try:
-        return inputs_from(load(first, Part(0, 1, known=known)).sizes())
+        return inputs_from(load_alike(first, Part(0, 1, known=known)).sizes())
     except ValueError as error:
         raise UserError(f"the images of {request.dataset} can't be: {error}", UNREADABLE) from None
 
@@ -173,7 +174,7 @@ def load_dataset(
         threads=decoding_threads(topology.core_sharers, request.workers, topology.host_size),
         known=known,
     )
-    dataset = run_collectively_while(world, lambda: load(request, part), heartbeat)
+    dataset = run_collectively_while(world, lambda: load_alike(request, part), heartbeat)
     totals = dataset.train_total, dataset.test_total, dataset.num_classes, dataset.image_size
     # Ranks with other numbers of steps would wait for each other for ever.
     require_same(

@@ -32,14 +32,14 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.core.task import by_position, next_token
 from prunex_mpi.data.batches import ImageFormat, Shard, evaluation_batches, images_at_once
-from prunex_mpi.data.datasets import Dataset, load
+from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.decoding import decoding_threads
 from prunex_mpi.data.request import Classes, Part, Request
 from prunex_mpi.data.text import Windows, take_windows, window_batches, windows_of
 from prunex_mpi.data.text_files import Text, Tokenizer, decode, encode, read_tokenizer
 from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
-from prunex_mpi.run.finished_run import known_tokenizer, read_finished_run
+from prunex_mpi.run.finished_run import known_tokenizer, load_alike, read_finished_run
 from prunex_mpi.run.problem import share_contents, share_text
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
@@ -247,7 +247,7 @@ def data_of(network: Network, options: Options) -> dict[str, Any]:
 
 def load_test(network: Network, request: Request, part: Part) -> Dataset:
     """Return a rank's share of the test images; raise UserError where they don't fit."""
-    dataset = load(request, part)
+    dataset = load_alike(request, part)
     names = dataset.class_names
     odd = [pair for pair in zip(network.classes, names, strict=False) if pair[0] != pair[1]]
     if dataset.num_classes != network.inputs.classes or odd:

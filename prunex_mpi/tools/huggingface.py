@@ -361,7 +361,15 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, origin: str) -> None:
     if origin and os.path.exists(file) and read_tokenizer(file)[0].digest == tokenizer.digest:
         # With names of special tokens, and a template of chats.
         how = {"local_files_only": True, "trust_remote_code": False}
-        AutoTokenizer.from_pretrained(origin, **how).save_pretrained(folder)
+        try:
+            found = AutoTokenizer.from_pretrained(origin, **how)
+        # Other files beside it may be damaged, or ask for code.
+        except Exception as error:
+            raise _refused(
+                f"AutoTokenizer can't load the tokenizer in {origin} ({one_line(error)}): save it "
+                "there again"
+            ) from None
+        found.save_pretrained(folder)
         return
     encoder = as_encoder(tokenizer)
     options = {"clean_up_tokenization_spaces": False}

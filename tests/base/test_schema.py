@@ -39,6 +39,12 @@ def test_what_a_run_writes_is_taken():
         (("status",), 3, "status"),
         (("test_accuracy",), "high", "test_accuracy"),
         (("seconds",), [1], "seconds"),
+        (("nodes",), 3, "nodes"),
+        (("validation",), "x", "validation"),
+        (("validation",), {"accuracy": []}, "validation"),
+        (("work",), [1], "work"),
+        (("initial",), [1], "initial"),
+        (("delivered",), None, "delivered"),
         (("delivered",), 3, "delivered"),
         (("delivered", "crc32"), "x", "crc32"),
         (("delivered", "classes"), 3, "classes"),
@@ -62,7 +68,7 @@ def test_a_damaged_field_is_named(place, value, name):
         check_summary(damaged)
 
 
-@pytest.mark.parametrize("text", ["Infinity", "1e999", "NaN", "[" * 100_000, "{"])
+@pytest.mark.parametrize("text", ["Infinity", "1e999", "1" * 400, "NaN", "[" * 100_000, "{"])
 def test_numbers_are_finite(tmp_path, text):
     (tmp_path / "file").write_text(text)
     with pytest.raises(ValueError, match=r"."):

@@ -190,6 +190,22 @@ def test_text_of_which_a_tokenizer_makes_nothing_is_refused(tmp_path, scratch):
     assert caught.value.exit_code == UNREADABLE and not list(scratch.iterdir())
 
 
+def test_lost_and_unknown_characters_of_all_pieces_are_counted(tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.setattr(text_files, "PIECE_BYTES", 4)
+    file = written(tmp_path, "aU\n" + "ab\n" * 10 + "UK\n" + "ab\n" * 10)
+    # What a model without an unknown token does not know vanishes.
+    for unknown in ("UNK", None):
+        vocabulary = {"a": 0, "b": 1, "\n": 2, "UNK": 3}
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token=unknown))
+        made.decoder = tokenizers.decoders.Fuse()
+        made.save(str(tmp_path / "tokenizer.json"))
+        text = read_text_data(asked(file, tmp_path / "tokenizer.json"))
+        assert text.lacking == "the tokenizer loses 3 characters: 'U' (2), 'K' (1)"
+    file.write_text("ab\n" * 10)
+    assert not read_text_data(asked(file, tmp_path / "tokenizer.json")).lacking
+
+
 def test_every_python_has_text():
     text = read_text_data(asked(""))
     assert len(text.tokens) > 300_000 and text.bytes_per_token == 1
@@ -249,7 +265,7 @@ def test_characters_beyond_the_part_to_train_on_are_one_token_and_told_of(tmp_pa
         text = read_text_data(asked(place, "chars"))
         assert text.tokenizer.characters == f"ab{UNKNOWN}"
         assert text.tokens.rows([16], 4).tolist() == [[0, 1, 2, 1]]
-        assert text.lacking == "1 characters are not in the vocabulary: 'x' (1)"
+        assert text.lacking == "the tokenizer loses 1 characters: 'x' (1)"
     trained = prepare(asked(folder, "chars", test_samples=None))
     assert trained.tokenizer == text.tokenizer and not trained.lacking
     assert decode(text.tokenizer, [0, 2]) == f"a{UNKNOWN}"

@@ -194,11 +194,15 @@ def test_shards_are_read_by_their_index(tmp_path):
     # Another shard is another file.
     save_file({name: state[name] + 1 for name in names[1::2]}, tmp_path / shards[1])
     assert digest_of(index) != before
-    for broken in ("{", '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}'):
+    places = ("{", "[" * 100_000, '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}')
+    for broken in places:
         index.write_text(broken)
         for read in (read_tensors, digest_of):
             with pytest.raises(UserError, match="names no shards beside it"):
                 read(index)
+    index.write_text(json.dumps({"weight_map": {"a": index.name}}))
+    with pytest.raises(UserError, match="are no safetensors file"):
+        read_tensors(index)
 
 
 TOKENS = Tokens(19, 8)

@@ -1,6 +1,7 @@
 """The paper's figures: drawn from runs, with its values beside theirs, or refused in one line."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,7 @@ def test_patterns_are_those_of_the_weights(run):
         ("11 BARE", "residuals in layers.jsonl"),
         ("13 OLD", "state.safetensors"),
         ("13 DAMAGED", "is damaged"),
+        ("13 PIPE", "not a regular file"),
         ("10 RUN OLD", "of one run"),
         ("14 RUN", "no figure '14'"),
         ("8 RUN --output x.txt", ".svg, .png or .pdf"),
@@ -164,16 +166,19 @@ def test_patterns_are_those_of_the_weights(run):
 )
 def test_what_cant_be_drawn_is_one_line(arguments, words, run, tmp_path, capsys):
     places = {"RUN": str(run), "NOWHERE": str(tmp_path / "nowhere")}
-    for name in ("OLD", "BARE", "DAMAGED"):
+    for name in ("OLD", "BARE", "DAMAGED", "PIPE"):
         if name in arguments:
             path = make_run(tmp_path / name, iterations=2, ranks=False)
             (path / "layers.jsonl").unlink()
             places[name] = str(path)
             if name == "DAMAGED":
                 (path / "state.safetensors").write_bytes(b"\xff" * 40)
+            if name == "PIPE":
+                (path / "state.safetensors").unlink(missing_ok=True)
+                os.mkfifo(path / "state.safetensors")
     code, line = refused(capsys, *[places.get(word, word) for word in arguments.split()])
     assert words in line
-    own = ("OLD", "BARE", "DAMAGED", "NOWHERE")
+    own = ("OLD", "BARE", "DAMAGED", "PIPE", "NOWHERE")
     assert code == (
         UNREADABLE if any(n in arguments for n in own) and words != "of one run" else USAGE
     )

@@ -1,13 +1,19 @@
 """What --seed promises, and what one rank alone refuses while it trains."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import own_data
 import pytest
 import torch
 from launch import train
+from own_data import Own
 from safetensors.torch import load_file
 
+from prunex_mpi.data.request import Part, Request
+from prunex_mpi.run.finished_run import load_alike
 from prunex_mpi.train import main
 
 SHORT = "--dataset synthetic --image-size 8 --train-samples 32 --test-samples 8 --batch-size 4"
@@ -29,6 +35,21 @@ def test_a_seed_is_one_of_all_generators(tmp_path: Path) -> None:
     first, second = (weights(tmp_path / name, "odd_models:drawing") for name in "ab")
     assert same(first, second)
     assert not same(first, weights(tmp_path / "c", "odd_models:drawing", "--seed", 1))
+
+
+def test_what_the_function_of_a_data_set_draws_is_the_same_each_time(monkeypatch) -> None:
+    def make(data_dir: str, train: bool) -> Own:
+        images = np.random.randint(0, 256, (20, 3, 4, 4), dtype=np.uint8)
+        order = torch.randperm(20).tolist()
+        random.shuffle(order)
+        return Own(images[order], [0, 1] * 10)
+
+    monkeypatch.setattr(own_data, "drawn", make, raising=False)
+    request, whole = Request(dataset="own_data:drawn", data_dir="x"), Part(0, 1)
+    first, before = load_alike(request, whole), random.getstate()
+    assert random.getstate() == before
+    random.random(), np.random.rand(), torch.rand(1)
+    assert torch.equal(load_alike(request, whole).train.images[:], first.train.images[:])
 
 
 @pytest.mark.jobs

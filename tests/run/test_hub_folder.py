@@ -88,5 +88,8 @@ def test_another_tokenizer_than_that_of_the_weights_is_refused(tmp_path):
 def test_what_is_no_such_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"config.json can't be read .*save_pretrained"):
         build_model(f"hf:{tmp_path}", Tokens(257, 8))
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"config.json can't be read .*save_pretrained"):
+        build_model(f"hf:{tmp_path}", Tokens(257, 8))
     with pytest.raises(UserError, match="reads text: give --dataset text"):
         build_model(f"hf:{tmp_path}", Images(8, 10))

@@ -12,6 +12,7 @@ from prunex_mpi import report
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import write_json
 from prunex_mpi.base.tables import format_table
+from prunex_mpi.tools.report import comparison as comparisons
 from prunex_mpi.tools.report import curves
 from prunex_mpi.tools.report.comparison import (
     Outcome,
@@ -75,9 +76,15 @@ def test_a_run_s_folder_tells_what_it_measured(tmp_path):
     assert {(x.accuracy, x.loss) for x in (found, *found.curve)} == {(None, 2.0)}
 
 
-def test_a_run_that_holds_nothing_out_or_is_damaged_is_refused(tmp_path):
+def test_a_run_that_holds_nothing_out_or_is_damaged_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"run is not of a run that can be compared \('work'\)"):
         read_measured(make_run(tmp_path / "run"))
+    monkeypatch.setattr(comparisons, "measured_from", lambda run: None)
+    (tmp_path / "run" / "model").mkdir()
+    for damaged in ('{"forward_s": [1]}', '{"forward_s": [1%s, 2]}' % ("0" * 400)):
+        (tmp_path / "run" / "model" / "plan.json").write_text(damaged)
+        with pytest.raises(UserError, match="is not of a run that can be compared"):
+            read_measured(tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n{}\n")
     with pytest.raises(UserError, match="line 1 is damaged"):
         read_measured(tmp_path / "run")

@@ -69,7 +69,7 @@ def test_evaluate_finds_what_the_run_reached_and_refuses_other_text(capfd):
             assert run.final == (summary["test_loss"], "test") and run.measure.key == "loss"
         other = write(folder / "other", TEXT + "?" * 50)
         assert evaluate(WORLD, parse([*flags, "--data-dir", str(other)]), Heartbeat()) == 0
-        told = "50 characters are not in the vocabulary: '?' (50)" in capfd.readouterr().err
+        told = "the tokenizer loses 50 characters: '?' (50)" in capfd.readouterr().err
         assert told == (WORLD.rank == 0)
         with pytest.raises(UserError, match="the network reads text"):
             evaluate(WORLD, parse([*flags, "--dataset", "digits"]), Heartbeat())

@@ -10,8 +10,14 @@ from pruned_text import BYTES, CHARS, WINDOWS, built, pruned
 from text_nets import TOKENS, Logits, ours
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.data.text_files import UNKNOWN, Tokenizer
-from prunex_mpi.tools.huggingface import convert, encode, what_differs, write_transformers
+from prunex_mpi.data.text_files import UNKNOWN, Tokenizer, read_tokenizer
+from prunex_mpi.tools.huggingface import (
+    as_encoder,
+    convert,
+    encode,
+    what_differs,
+    write_transformers,
+)
 
 TEXT = "a bad\nhead é?"
 # Prints what each folder's network and tokenizer make.
@@ -106,6 +112,14 @@ def test_what_no_class_computes_is_refused(model, reason):
 def test_a_tokenizer_that_becomes_another_is_refused(tmp_path):
     with pytest.raises(UserError, match="AutoTokenizer makes other tokens"):
         write_transformers(tmp_path, built("qwen2"), WINDOWS, CHARS, 0.0)
+
+
+def test_a_tokenizer_with_damaged_files_beside_it_is_refused(tmp_path):
+    as_encoder(BYTES).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    tokenizer = read_tokenizer(str(tmp_path / "tokenizer.json"))[0]
+    with pytest.raises(UserError, match="AutoTokenizer can't load the tokenizer in"):
+        write_transformers(tmp_path / "new", built("qwen2"), WINDOWS, tokenizer, 0.0, str(tmp_path))
 
 
 def test_a_network_that_differs_is_refused(tmp_path):

@@ -374,6 +374,10 @@ def huge_number(path: Path) -> None:
     (path / "metrics.jsonl").write_text(text.replace('"frozen": false', f'"frozen": 1{400 * "0"}'))
 
 
+def changes_of_words(path: Path) -> None:
+    (path / "nodes.jsonl").write_text('{"iteration": 1, "seconds": "x"}\n')
+
+
 SPOILT = {
     "no config": (lambda path: (path / "config.toml").unlink(), "not the folder of a run"),
     "no TOML": (lambda path: (path / "config.toml").write_text("="), "not TOML"),
@@ -385,6 +389,7 @@ SPOILT = {
     "a layers line": (cut_in_the_middle("layers.jsonl"), "line 19 is damaged"),
     "a ranks line": (cut_in_the_middle("ranks.jsonl"), "line 3 is damaged"),
     "ranks": (too_few_ranks, "ranks.jsonl', line 1 is damaged"),
+    "changes": (changes_of_words, "nodes.jsonl', line 1 is damaged"),
     "iterations twice": (twice, "line 5 is damaged"),
     "a number": (huge_number, "line 1 is damaged"),
 }

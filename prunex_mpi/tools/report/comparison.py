@@ -264,7 +264,7 @@ def read_measured(path: Path) -> Measured:
     run = read_run(path)
     try:
         return replace(measured_from(run), **_forward_seconds(path))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} is not of a run that can be compared ({error}); remove it to do it again",
             UNREADABLE,

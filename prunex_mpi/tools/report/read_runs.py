@@ -5,7 +5,6 @@ other line that can't be read is refused.
 """
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,10 +32,12 @@ from prunex_mpi.base.record_keys import (
     Measure,
     flat_table,
 )
+from prunex_mpi.base.schema import is_number, loads, read_json
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import TEXT
 
 CONFIG = "config.toml"
+OF_CHANGES = ("ranks", "seconds", "lost_seconds")
 OF_LAYERS = ("density", *RESIDUALS)
 # A job that is well gives a sign of life every five seconds.
 ALIVE_S = 60.0
@@ -266,18 +267,24 @@ def how_it_ended(path: Path, summary: Mapping[str, Any]) -> tuple[str, str]:
     if summary:
         return summary["status"], str(summary.get("reason", ""))
     try:
-        found = json.loads(read_text(path / DIVERGED))
+        found = read_json(path / DIVERGED)
         return "diverged", str(found["reason"])
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "diverged", ""
     return ("running" if time.time() - last_sign(path) < ALIVE_S else "broken off"), ""
 
 
 def read_changes(path: Path) -> list[dict[str, Any]]:
     """Return who was lost and who joined; raise UserError."""
-    return [record for _, record in records_of(path / NODES) if record is not None]
+    found = []
+    for number, record in records_of(path / NODES):
+        if record is not None:
+            if not all(is_number(record.get(key, 0)) for key in OF_CHANGES):
+                raise damaged(path / NODES, number)
+            found.append(record)
+    return found
 
 
 def last_sign(path: Path) -> float:
@@ -322,10 +329,10 @@ def records_of(
 def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any] | None:
     """Return the record of a line, None where it is cut; raise UserError where it is none."""
     try:
-        record = json.loads(line)
+        record = loads(line)
         if isinstance(record, dict) and type(record.get("iteration")) is int:
             return record
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     if line.endswith(b"\n"):
         raise damaged(path, number)
@@ -341,10 +348,7 @@ def read_metrics(path: Path, status: str, reason: str) -> tuple[dict[str, np.nda
         if record is None:
             cut = True
             break
-        try:
-            numbers = flattened(record)
-        except OverflowError:
-            raise damaged(file, number) from None
+        numbers = flattened(record)
         if count and not numbers["iteration"] > columns["iteration"][-1]:
             raise damaged(file, number)
         for name in numbers.keys() - columns.keys():
