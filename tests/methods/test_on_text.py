@@ -25,8 +25,6 @@ OWN = {
     "prunex": COUPLED,
     "prunex-flat": COUPLED,
     "one-shot": COUPLED,
-    "parallax": {"model": "tiny_text:untied"},
-    "embrace": {"model": "tiny_text:untied"},
 }
 
 

@@ -375,8 +375,6 @@ def lion(contributions, memory, s):
 
 PER_STEP = {
     "dense": dense,
-    "parallax": dense,
-    "embrace": dense,
     "terngrad": terngrad,
     "lion": lion,
     "adacgd": adacgd,
