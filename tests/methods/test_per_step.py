@@ -154,37 +154,6 @@ def test_dense_is_the_optimizer_on_the_large_batch(aggregation, optimizer):
     assert difference(found, {n: p.detach() for n, p in alone.named_parameters()}) < 1e-11
 
 
-# A sum and a gather; what others send is counted in test_bytes_sent.py.
-@pytest.mark.any_mpi
-@pytest.mark.parametrize("method", ["dense", "topk"])
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES[::2], ("flat", 3)])
-def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
-    settings = make(aggregation=aggregation, **{**changes_of(method), "outer_iterations": 1})
-    model = new_net(torch.float32)
-    parameters = sum(p.numel() for p in model.parameters())
-    statistics = 2 * (8 + 8 + 12)
-    with nodes_of(ranks_per_node) as topology:
-        stream = RandomStream(WORLD.rank, torch.float32)
-        ((record, _),) = run_driver(topology, settings, model, stream)
-        nodes, inside = topology.num_nodes, topology.node_size > 1
-        if not topology.is_leader:
-            return
-    workers = WORLD.size if aggregation == "flat" else nodes
-    dense = 4 * (STEPS * parameters + statistics)
-    reduced, gathered = dense, 0
-    if method == "topk":
-        gathered = STEPS * 8 * sum(-(-p.numel() // 20) for p in model.parameters())
-        reduced = 4 * statistics
-    sent = (gathered * workers + 2 * reduced) * (workers - 1) / workers if nodes > 1 else 0
-    # The node's mean and what comes back, at each step; the statistics likewise.
-    intra = 2 * dense if aggregation == "hierarchical" and inside else 0
-    found = record["bytes"]
-    assert (found["dense"], found["payload"], found["intra"]) == (dense, reduced + gathered, intra)
-    # Each division by the number of workers is rounded down.
-    assert sent - 4 * STEPS <= found["sent"] <= sent
-    assert (found["mask"], found["evaluate"]) == (0, 0)
-
-
 @pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("method", "amp"), [("dense", "fp16"), ("pactrain", "bf16"), ("prunetrain", "fp16")]
