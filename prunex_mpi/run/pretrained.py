@@ -51,6 +51,8 @@ from prunex_mpi.settings.fields import Settings
 TORCHVISION = "torchvision"
 # What the weights that a run began with are, and what they reached.
 INITIAL = "initial.json"
+# How the weights of a network that has become smaller are taken.
+BY_EXPORT = "model.safetensors with a --model by fresh of prunex_mpi/models/found_widths.py"
 # So much of a digest is shown.
 SHOWN_DIGITS = 12
 
@@ -119,7 +121,7 @@ def _fit_file_(
             run = quote(str(Path(settings.init_from)), 250)
             raise UserError(
                 f"--init-from {run}: its network became smaller while it was trained; export it "
-                "and give a --model that loads it, or a run without remove-dropped",
+                f"and give its model/{BY_EXPORT}, or a run without remove-dropped",
                 UNREADABLE,
             ) from None
         raise
@@ -142,12 +144,12 @@ def check_same_file(path: Path, digest: str, wanted: str, flag: str) -> None:
         )
 
 
-def check_not_exported(path: Path, flag: str) -> None:
-    """Raise UserError where a folder holds an exported network, not a run."""
+def check_not_exported(path: Path, flag: str, otherwise: str = "") -> None:
+    """Raise UserError where a folder holds an exported network, not a run, `otherwise` to do."""
     if os.path.exists(path / PLAN):
         raise UserError(
             f"{flag} {quote(str(path), 250)} is an exported network, which is smaller than the "
-            f"model: give the folder of its run",
+            f"model: give the folder of its run{otherwise}",
             UNREADABLE,
         )
 
@@ -196,7 +198,7 @@ def locate(settings: Settings) -> tuple[Path, Moments | None]:
         return path, None
     if saved := saved_in(path):
         return saved, None
-    check_not_exported(path, "--init-from")
+    check_not_exported(path, "--init-from", f", or its {BY_EXPORT}")
     try:
         delivered = read_summary(path)["delivered"]
         mean, std = (tuple(map(float, delivered[key])) for key in ("mean", "std"))

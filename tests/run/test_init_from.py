@@ -31,9 +31,10 @@ from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import flat_values, make, resumed, with_overrides
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models import trained as weights_read
-from prunex_mpi.models.build import build_model
+from prunex_mpi.models.build import build_model, describe
+from prunex_mpi.models.found_widths import fresh
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.models.standalone import PLAN
+from prunex_mpi.models.standalone import FORMAT, PLAN
 from prunex_mpi.run import pretrained
 from prunex_mpi.run.pretrained import INITIAL, evaluate_initial
 
@@ -201,9 +202,35 @@ def test_a_run_that_made_its_network_smaller_says_so(tmp_path):
         given = MPI.COMM_SELF, settings, model, Images(8), ()
         with pytest.raises(UserError, match=word) if word else nullcontext():
             pretrained.load_initial_(*given, Heartbeat())
-    (tmp_path / PLAN).write_text("{}")
-    with pytest.raises(UserError, match="is an exported network"):
-        pretrained.load_initial_(*given, Heartbeat())
+
+
+def test_what_became_smaller_is_trained_on_by_the_way_that_the_refusals_name(tmp_path):
+    layers = {"layer3.0.conv1": {"weight": [5, 32, 3, 3]}}
+    layers |= {"layer3.0.bn1": {"weight": [5], "bias": [5]}}
+    layers |= {"layer3.0.conv2": {"weight": [64, 5, 3, 3]}}
+    description = describe("resnet8", Images(8, 10), "")
+    (tmp_path / "model").mkdir()
+    plan = {"format": FORMAT, "model": description, "layers": layers, "normalisation": LOOK}
+    (tmp_path / "model" / PLAN).write_text(json.dumps(plan))
+    network = fresh(tmp_path / "model", num_classes=10, image_size=8)
+    for name in ("state", "model/model"):
+        save_file(network.state_dict(), tmp_path / f"{name}.safetensors")
+    delivered = {**DELIVERED, "layers": layers}
+    summary = {"status": "completed", "delivered": delivered}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+
+    def initial(source: Path, model: torch.nn.Module) -> None:
+        settings = make(init_from=str(source), model="resnet8")
+        pretrained.load_initial_(MPI.COMM_SELF, settings, model, Images(8), (), Heartbeat())
+
+    for source in (tmp_path, tmp_path / "model"):
+        with pytest.raises(
+            UserError, match=r"model\.safetensors with a --model by fresh of .*\.py"
+        ):
+            initial(source, build_model("resnet8", Images(8, 10)))
+    model = fresh(tmp_path / "model", num_classes=10, image_size=8)
+    initial(tmp_path / "model/model.safetensors", model)
+    assert all(torch.equal(t, network.state_dict()[k]) for k, t in model.state_dict().items())
 
 
 def test_what_the_run_filled_in_is_no_difference_and_all_else_is():
