@@ -345,6 +345,24 @@ def allgatherv_(
     target.copy_(received)
 
 
+def alltoallv_(
+    comm: MPI.Comm,
+    mine: Tensor,
+    leaving: Sequence[int],
+    received: Tensor,
+    arriving: Sequence[int],
+    transport: Transport,
+) -> None:
+    """Send `leaving[r]` elements to each rank r, one behind the other; `arriving[r]` come from it.
+
+    Either fits into one bucket. Collective on `comm`.
+    """
+    sent, coming = host_memory(transport, mine, received)
+    sent.copy_(mine)
+    comm.Alltoallv(_stretches(sent, leaving), _stretches(coming, arriving))
+    received.copy_(coming)
+
+
 def alltoall_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
     """Send row r of `mine` [comm.size, n] to rank r; `received`, as large, is what came to here.
 

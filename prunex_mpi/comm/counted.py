@@ -118,6 +118,25 @@ class CountedComm:
         with self.clock.exchanging(mine.device, "Alltoall", counted):
             collectives.alltoall_(self.comm, mine, received, self.transport)
 
+    def alltoall_parts_(
+        self,
+        mine: Tensor,
+        leaving: Sequence[int],
+        received: Tensor,
+        arriving: Sequence[int],
+        kind: str = "",
+    ) -> None:
+        """Send `leaving[r]` elements of `mine` to each other rank r, receive `arriving[r]` of it.
+
+        Collective on `comm`.
+        """
+        counted = self.count(mine.nbytes, travelling=0, kind=kind)
+        # Of what goes to others some may stay in the node.
+        leaves = self.inside * (self.ring - self.inside) * mine.nbytes // max(1, self.ring - 1)
+        self.traffic.sent += leaves
+        with self.clock.exchanging(mine.device, "Alltoallv", counted | {"sent": leaves}):
+            collectives.alltoallv_(self.comm, mine, leaving, received, arriving, self.transport)
+
     def sendrecv_(self, mine: Tensor, to: int, received: Tensor, source: int) -> None:
         """Send `mine` to rank `to`, receive as much from `source`. Collective on `comm`.
 

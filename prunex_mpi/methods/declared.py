@@ -398,6 +398,20 @@ GOSSIP = _per_step(
     check=check_hierarchical,
 )
 
+PARALLAX = _per_step(
+    "parallax",
+    "Parallax: of embeddings the rows that a batch touches, all else dense",
+    defaults={"aggregation": "hierarchical"},
+    check=check_hierarchical,
+    overflow_safe=True,
+)
+
+EMBRACE = _per_step(
+    "embrace",
+    "EmbRace: of embeddings the rows that a batch touches, by columns, all else dense",
+    overflow_safe=True,
+)
+
 CLICKTRAIN = _per_step(
     "clicktrain",
     "ClickTrain: kernels and patterns of them, chosen by one batch and pruned later",
@@ -419,7 +433,7 @@ METHODS = (
     *(PRUNEX, PRUNEX_FLAT),
     *(DENSE, TOPK, DGC, POWERSGD, OMNIREDUCE, FP16, BF16),
     *(TERNGRAD, LION, ADACGD, PRUNETRAIN, PACTRAIN, CLICKTRAIN),
-    *(SPARDL, GOSSIP),
+    *(SPARDL, GOSSIP, PARALLAX, EMBRACE),
     *(LOCAL_SGD, DILOCO, QSR, SPARSELOCO, ONE_SHOT),
 )
 # Where an optimizer's defaults are not those of SGD: rates of another size, and what goes by them.

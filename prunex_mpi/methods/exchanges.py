@@ -7,6 +7,7 @@ from prunex_mpi.core.state import State
 from prunex_mpi.methods.adacgd import AdaCgd
 from prunex_mpi.methods.clicktrain import ClickTrain
 from prunex_mpi.methods.dgc import Dgc
+from prunex_mpi.methods.embeddings import EmbRace, Parallax
 from prunex_mpi.methods.exchange import Dense, Exchange
 from prunex_mpi.methods.gossip import Gossip
 from prunex_mpi.methods.half import Bf16, Fp16
@@ -38,6 +39,8 @@ EXCHANGES: dict[str, type[Exchange]] = {
     "clicktrain": ClickTrain,
     "spardl": SparDl,
     "gossip": Gossip,
+    "parallax": Parallax,
+    "embrace": EmbRace,
     "sparseloco": SparseLoco,
 }
 

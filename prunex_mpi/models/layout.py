@@ -45,10 +45,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """The segments of a flat vector in the order of `model.named_parameters()`."""
+    """The segments of a flat vector in the order of `model.named_parameters()`.
+
+    `embeddings` are those that nn.Embedding alone has, whose rows a batch looks up; none where
+    another layer shares one of them.
+    """
 
     segments: tuple[Segment, ...]
     numel: int
+    embeddings: tuple[Segment, ...] = ()
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return one view per segment, each of its parameter's shape, without copying."""
@@ -119,7 +124,19 @@ def build_layout(model: nn.Module) -> Layout:
         Segment(name, tuple(p.shape), offset, p.numel())
         for offset, (name, p) in zip(offsets, parameters.items(), strict=True)
     )
-    return Layout(segments, numel)
+    looked_up = _looked_up(model)
+    embeddings = (s for s in segments if parameters[s.name] in looked_up)
+    return Layout(segments, numel, tuple(embeddings))
+
+
+def _looked_up(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of all nn.Embedding; none where another module shares one of them."""
+    inside: set[nn.Parameter] = set()
+    elsewhere: set[nn.Parameter] = set()
+    for module in model.modules():
+        which = inside if isinstance(module, nn.Embedding) else elsewhere
+        which.update(module.parameters(recurse=False))
+    return set() if inside & elsewhere else inside
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

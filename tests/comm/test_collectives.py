@@ -24,6 +24,7 @@ from prunex_mpi.comm.collectives import (
     allreduce_halves_,
     allreduce_then_bcast_,
     alltoall_,
+    alltoallv_,
     bcast_,
     between_nodes,
     buckets,
@@ -344,6 +345,29 @@ def test_rows_go_to_the_ranks_of_their_number(width, staged):
     alltoall_(WORLD, mine, received, transports()[staged])
     wanted = [whole_numbers(rank, width)[WORLD.rank] for rank in range(WORLD.size)]
     assert torch.equal(received.long(), torch.stack(wanted))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("width", [0, 1, 5])
+def test_any_number_of_elements_goes_to_each_rank(width, staged):
+    def given(source: int, to: int) -> torch.Tensor:
+        """Return what one rank has for another: a different number for each pair."""
+        return torch.arange(width * (source + 2 * to)) + 100 * source + 10 * to
+
+    ranks = range(WORLD.size)
+    leaving, arriving = (
+        [given(*pair) for pair in pairs]
+        for pairs in (
+            [(WORLD.rank, rank) for rank in ranks],
+            [(rank, WORLD.rank) for rank in ranks],
+        )
+    )
+    received = torch.full((sum(map(len, arriving)),), -1)
+    counts = [len(part) for part in leaving], [len(part) for part in arriving]
+    transport = transports()[staged]
+    alltoallv_(WORLD, torch.cat(leaving), counts[0], received, counts[1], transport)
+    assert torch.equal(received, torch.cat(arriving))
 
 
 @pytest.mark.mpi

@@ -474,7 +474,7 @@ BAD_FLAGS = [
     ("--no-prunex-duals", "residuals every needs duals"),
     ("--no-prunex-duals --residuals off --penalty balance", "penalty balance needs duals"),
     ("--method gossip --aggregation flat", "aggregation flat: with gossip one leader speaks"),
-    ("--method gossip --payload int8", "payload means nothing to method gossip"),
+    ("--method parallax --payload int8", "payload means nothing to method parallax"),
     ("--method prunetrain --compile", "prunetrain changes the model too often"),
     ("--method prunetrain --prunetrain-reconfigure-every 65", "nothing would be removed"),
     ("--method diloco --optimizer adam", "did you mean 'adamw'"),

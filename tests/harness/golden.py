@@ -120,6 +120,8 @@ CASES = {
     "lion": "--method lion",
     "adacgd": "--method adacgd",
     "gossip": "--method gossip",
+    "parallax": "--method parallax --model odd_models:reads_with_empty_parameters",
+    "embrace": "--method embrace --model odd_models:reads_with_empty_parameters",
     "prunetrain": "--method prunetrain --prunetrain-reconfigure-every 2 "
     "--prunetrain-threshold 0.45",
     "clicktrain": "--method clicktrain",

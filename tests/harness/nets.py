@@ -61,6 +61,29 @@ class CoupledNet(nn.Module):
         return self.fc(F.silu(self.bn5(self.conv5(x))).mean(dim=(2, 3)))
 
 
+# The methods whose model must have embeddings.
+OF_EMBEDDINGS = ("parallax", "embrace")
+
+
+class Reader(nn.Module):
+    """Embeddings of what a row of pixels reads as and of all its places, and a classifier."""
+
+    def __init__(self, classes=5, side=6, rows=401):
+        super().__init__()
+        self.embedding = nn.Embedding(rows, 6)
+        self.mix = nn.Linear(6, 6)
+        self.positions = nn.Embedding(side, 6)
+        self.fc = nn.Linear(6, classes)
+
+    def tokens(self, x):
+        """Return the rows that images [n, 3, side, side] look up, [n, side]."""
+        return (100 * x[:, 0, :, 0]).floor().long() % len(self.embedding.weight)
+
+    def forward(self, x):
+        x = F.silu(self.mix(self.embedding(self.tokens(x)) + self.positions.weight))
+        return self.fc(x.mean(dim=1))
+
+
 class RandomStream:
     """Batches that depend only on the rank and the step."""
 
@@ -76,6 +99,7 @@ class RandomStream:
         return (noise + 0.3 * labels.view(-1, 1, 1, 1)).to(self.dtype), labels
 
 
-def new_net(dtype=torch.float64):
+def new_net(dtype=torch.float64, method=""):
+    """Return a network that `method` takes."""
     torch.manual_seed(7)
-    return Net().to(dtype)
+    return (Reader() if method in OF_EMBEDDINGS else Net()).to(dtype)

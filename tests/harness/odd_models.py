@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import torch
+from nets import Reader
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import weight_norm
@@ -300,3 +301,7 @@ class _WithEmpty(nn.Module):
 
 def with_empty_parameters(num_classes: int, image_size: int) -> nn.Module:
     return _WithEmpty(small(num_classes, image_size), num_classes)
+
+
+def reads_with_empty_parameters(num_classes: int, image_size: int) -> nn.Module:
+    return _WithEmpty(nn.Sequential(Reader(num_classes, image_size)), num_classes)

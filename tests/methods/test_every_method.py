@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from driving import COMMON, run_driver
-from nets import RandomStream, new_net
+from nets import OF_EMBEDDINGS, RandomStream, new_net
 from nodes import WORLD, nodes_of
 from small_runs import small_run
 from torch import nn
@@ -21,7 +21,7 @@ from prunex_mpi.run.supervision import outer_iterations
 
 def remembered(method: str, **changes: object) -> Declared:
     """Return what a method remembers of a small network in float64."""
-    layout = build_layout(new_net())
+    layout = build_layout(new_net(method=method))
     theta = torch.zeros(layout.numel, dtype=torch.float64)
     state = SimpleNamespace(layout=layout, theta=theta)
     return memory_of(make(method=method, **changes), state)
@@ -56,7 +56,8 @@ def test_what_workers_keep_of_gradients_is_not_for_float16(method):
 @pytest.mark.parametrize("method", [m.name for m in METHODS])
 def test_parameters_without_elements_do_no_harm(method):
     changes = {"prunetrain_reconfigure_every": 1} if method == "prunetrain" else {}
-    changes |= {"model": "odd_models:with_empty_parameters", "outer_iterations": 2}
+    kind = "reads_with" if method in OF_EMBEDDINGS else "with"
+    changes |= {"model": f"odd_models:{kind}_empty_parameters", "outer_iterations": 2}
     with nodes_of(1) as topology, small_run(topology, "dense", method=method, **changes) as context:
         before = context.state.theta.clone()
         for _ in outer_iterations(topology, context):

@@ -25,6 +25,8 @@ OWN = {
     "prunex": COUPLED,
     "prunex-flat": COUPLED,
     "one-shot": COUPLED,
+    "parallax": {"model": "tiny_text:untied"},
+    "embrace": {"model": "tiny_text:untied"},
 }
 
 

@@ -82,6 +82,8 @@ def small_constants(monkeypatch):
 
 def settings_of(name, aggregation, **changes):
     """Return the settings of an entry of METHODS; skip the test where they are refused."""
+    if name == "parallax" and aggregation == "flat":
+        pytest.skip("its leaders speak for nodes")
     return make(**{**changes_of(name), "aggregation": aggregation, **changes})
 
 
@@ -95,7 +97,7 @@ def changes_of(name):
 def test_program_equals_oracle(aggregation, ranks_per_node, method):
     settings = settings_of(method, aggregation)
     wanted = {**vars(settings), "steps": STEPS, "steps_per_epoch": STEPS_PER_EPOCH}
-    model = new_net()
+    model = new_net(method=method)
     history = simulated(simulate_per_step, model, wanted, ranks_per_node)
     with nodes_of(ranks_per_node) as topology:
         stream = RandomStream(WORLD.rank, torch.float64)

@@ -53,6 +53,18 @@ def test_shared_modules_count_once_and_frozen_or_empty_parameters_not_at_all():
     assert layout.numel == 1 + 9 + 3
 
 
+def test_embeddings_are_those_that_no_other_layer_shares():
+    model = nn.ModuleDict({"in": nn.Embedding(7, 3), "out": nn.Linear(3, 7, bias=False)})
+    model["place"], model["fixed"] = nn.Embedding(4, 3), nn.Embedding(2, 3)
+    model["fixed"].requires_grad_(False)
+    # One that is used in two places is still looked up alone.
+    model["again"] = model["in"]
+    names = [s.name for s in build_layout(model).embeddings]
+    assert names == ["in.weight", "place.weight"]
+    model["out"].weight = model["in"].weight
+    assert build_layout(model).embeddings == ()
+
+
 class Sharing(nn.Module):
     """Two layers, of which `share` returns tensors of one memory: a parameter and something."""
 

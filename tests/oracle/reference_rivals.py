@@ -375,6 +375,8 @@ def lion(contributions, memory, s):
 
 PER_STEP = {
     "dense": dense,
+    "parallax": dense,
+    "embrace": dense,
     "terngrad": terngrad,
     "lion": lion,
     "adacgd": adacgd,

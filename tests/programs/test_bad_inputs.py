@@ -201,6 +201,19 @@ def test_bad_flags(tmp_path, flags):
     assert not (tmp_path / "run/summary.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "method", "more"),
+    [("odd_models:small", "parallax", []), ("gpt_nano", "embrace", ["--dry-run"])],
+)
+def test_models_without_an_embedding_of_its_own(tmp_path, model, more, method):
+    (tmp_path / "text").write_text("Some text." * 1000)
+    data = ["--dataset", "text", "--data-dir", tmp_path / "text"] if "gpt" in model else SYNTHETIC
+    flags = ["--model", model, "--method", method, "--run-dir", tmp_path / "run", *more]
+    ended = run(*flags, *data)
+    assert_refused(ended, USAGE, "no nn.Embedding whose weights no other layer shares", "-untied")
+    assert not (tmp_path / "run/summary.json").exists()
+
+
 WORDS = st.text(st.characters(exclude_categories=["Cs"]) | st.just("\udcff"), max_size=20)
 NAMES = st.text(string.ascii_lowercase + string.digits + "-", min_size=1, max_size=20)
 

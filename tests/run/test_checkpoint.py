@@ -19,6 +19,7 @@ import torch
 from beats import PAUSE_S, Noted, count_closely
 from jobs import NoisyNet, run_directory
 from launch import repeatable
+from nets import OF_EMBEDDINGS, Reader
 from nodes import NODE_SHAPES, WORLD, nodes_of
 from safetensors import safe_open
 
@@ -220,7 +221,7 @@ UNDER_WAY_OFTEN = (
 IN_THE_FOURTH = 10
 # What they keep is of kinds that others have.
 RARELY = ("int8sum", "racks", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
-RARELY += ("dense adamw", "all blocks", "fp16 gradients", "bf16", "spardl")
+RARELY += ("dense adamw", "all blocks", "fp16 gradients", "bf16", "spardl", "parallax", "embrace")
 RARELY += ("int4", "shrunk", "local-sgd", "qsr")
 # Followers that hold something of their own, or nothing of what their leaders hold, are in these.
 OF_NODES = ("recipe", "paper", "fp16", "outer", "topk", "dgc", "pactrain", "diloco", "one-shot")
@@ -304,7 +305,7 @@ def new_run(
     settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
     torch.manual_seed(0)
     np.random.seed(topology.world.rank)
-    model = NoisyNet().to(dtype)
+    model = (Reader(10, 8) if scenario in OF_EMBEDDINGS else NoisyNet()).to(dtype)
     for name in fixed:
         model.get_parameter(name).requires_grad_(False)
     layout = build_layout(model)
@@ -375,6 +376,7 @@ RESTORED = [
     ("one-shot", 3),
     ("outer", 2),
     ("gossip", 1),
+    ("parallax", 2),
     ("prunetrain", 3),
     ("flat", 1),
     *((scenario, 1) for scenario in (*FEWER_BITS, *OVERLAPPED)),
