@@ -28,18 +28,12 @@ def dealt_bytes(workers: int, inside: int, operand: int, passes: int) -> int:
     return (inside * (workers - inside) + passes * (workers - 1)) * operand // workers
 
 
-def shifted_bytes(workers: int, inside: int, distance: int, operand: int, team: int) -> int:
+def shifted_bytes(workers: int, inside: int, distance: int, operand: int) -> int:
     """Return the bytes that leave a node with `inside` of the `workers`, each sending `operand`.
 
-    Worker r sends it to worker r + distance, counted around in its team of so many neighbours, 0
-    for all workers; a node's workers are neighbours, too. Teams lie alike in the nodes where one
-    size divides the other; else it is the first node.
+    Worker r sends it to worker r + distance, counted around; a node's workers are neighbours, too.
     """
-    if workers == 1:
-        return 0
-    team = team or workers
-    receivers = (r - r % team + (r + distance) % team for r in range(inside))
-    return sum(r >= inside for r in receivers) * operand
+    return sum((r + distance) % workers >= inside for r in range(inside)) * operand
 
 
 def wire_s(gbit: float, nbytes: float) -> float:

@@ -137,17 +137,15 @@ class CountedComm:
         with self.clock.exchanging(mine.device, "Alltoallv", counted | {"sent": leaves}):
             collectives.alltoallv_(self.comm, mine, leaving, received, arriving, self.transport)
 
-    def sendrecv_(
-        self, mine: Tensor, to: int, received: Tensor, source: int, team: int = 0
-    ) -> None:
+    def sendrecv_(self, mine: Tensor, to: int, received: Tensor, source: int) -> None:
         """Send `mine` to rank `to`, receive as much from `source`. Collective on `comm`.
 
-        They are as far away on all ranks, counted around in teams of so many neighbours or in all;
-        where each rank is a node they need not be.
+        They are as far away on all ranks, counted around; where each rank is a node they need not
+        be.
         """
-        distance = (to - self.comm.rank) % (team or self.comm.size)
+        distance = (to - self.comm.rank) % self.comm.size
         counted = self.count(mine.nbytes, travelling=0)
-        sent = shifted_bytes(self.ring, self.inside, distance, mine.nbytes, team)
+        sent = shifted_bytes(self.ring, self.inside, distance, mine.nbytes)
         self.traffic.sent += sent
         with self.clock.exchanging(mine.device, "Sendrecv", counted | {"sent": sent}):
             collectives.sendrecv_(self.comm, mine, to, received, source, self.transport)

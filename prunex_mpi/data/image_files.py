@@ -3,7 +3,7 @@
 Names and headers are read at the start, which ranks may share among them, pixels by the rank that
 they go to, when they are needed. Tar files are laid out as WebDataset does: KEY.jpg and KEY.cls one
 behind the other, where KEY.cls holds the number of the class. A key ends at the first dot of a
-name: KEY.seg.jpg is no image here, and such members are left out and told of.
+name: KEY.seg.jpg is no image here, and such members are refused.
 """
 
 import hashlib
@@ -209,18 +209,10 @@ def _in_tar_files(folder: Path, known: Known) -> FileSplit:
     """
     paths = tar_files(folder)
     every = [known.get(path) or read_headers(path) for path in paths]
-    dotted = [
-        f"{path}:{name}"
-        for path, headers in zip(paths, every, strict=True)
-        for name in headers["dotted"]
-    ]
-    left_out = f"names with more than one dot: {listed(dotted)}" if dotted else ""
     names = [name for headers in every for name in headers["names"]]
     if not names:
         message = f"no image in {folder}/*.tar: --data-dir must hold train/*.tar and test/*.tar"
-        message += " of KEY.jpg and KEY.cls, not compressed"
-        message += f"; left out: {left_out}" if left_out else ""
-        raise UserError(message, UNREADABLE)
+        raise UserError(f"{message} of KEY.jpg and KEY.cls, not compressed", UNREADABLE)
     file = np.repeat(np.arange(len(every)), [len(headers["names"]) for headers in every])
     starts, sizes, labels = (
         np.array([value for headers in every for value in headers[what]], dtype=np.int64)
@@ -241,7 +233,7 @@ def _in_tar_files(folder: Path, known: Known) -> FileSplit:
         content=content,
         identities=(f"{n} {s} {c}" for n, s, c in zip(names, sizes, labels, strict=True)),
         where=f"{len(paths):,} tar file{'s' * (len(paths) > 1)} in {folder}",
-        left_out=left_out,
+        left_out="",
     )
 
 
@@ -264,13 +256,11 @@ def _member(path: str, start: int, size: int, name: str) -> BytesIO:
 def read_headers(path: str) -> dict[str, list]:
     """Read all headers and classes of a tar file, and no image; raise UserError (UNREADABLE).
 
-    Returns `names`, `starts`, `sizes` and `labels` of the images in their order, and the names of
-    `dotted` members, which would be images or classes, were it not for a dot in their keys.
+    Returns `names`, `starts`, `sizes` and `labels` of the images in their order.
     """
     # Ending, start and size of each image by its key.
     images: dict[str, tuple[str, int, int]] = {}
     classes: dict[str, int] = {}
-    dotted: list[str] = []
     try:
         with open_regular(path) as file, tarfile.open(mode="r:", fileobj=file) as tar:
             for member in tar:
@@ -294,7 +284,7 @@ def read_headers(path: str) -> dict[str, list]:
                     if not 0 <= classes[key] <= MOST_LABEL:
                         raise ValueError(f"the class of {key} is not in 0..{MOST_LABEL}")
                 elif f".{ending.rpartition('.')[2].lower()}" in (*IMG_EXTENSIONS, ".cls"):
-                    dotted.append(member.name)
+                    raise ValueError(f"{member.name} has a dot in its key: rename it")
                 # The module remembers all that it has read.
                 tar.members = []
             # The module also takes a damaged header, and a file that was cut off, for the end.
@@ -323,7 +313,6 @@ def read_headers(path: str) -> dict[str, list]:
         "starts": [start for _, start, _ in images.values()],
         "sizes": [size for _, _, size in images.values()],
         "labels": [classes[key] for key in images],
-        "dotted": dotted,
     }
 
 

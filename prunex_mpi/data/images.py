@@ -7,12 +7,8 @@ What happens to each mode of Pillow:
 | 1, L, P, RGB, RGBX | black and white, grey, palette, colours | RGB, exactly |
 | CMYK, YCbCr, LAB, HSV | other colours | RGB by Pillow's formulas, without colour profiles |
 | LA, La, PA, RGBA, RGBa | with transparency | laid on white, as browsers show them |
-| 1, L, P, RGB, I;16 with a transparent colour | | laid on white |
-| I;16, I;16L, I;16B, I;16N | 16-bit grey | the full range scaled: 65535 is white |
-| I;16 from a TIFF | 12 or 16 bits, black or white first | as its tags say |
-| I from PNG, PGM | 16-bit grey | the full range scaled |
-| I from others | 32-bit or signed integers | refused: nothing says what is white |
-| F | floats | refused, likewise |
+| 1, L, P, RGB with a transparent colour | | laid on white |
+| I, I;16, F | grey of more than 8 bits | refused: files differ in what is white |
 
 Of several frames the first is taken; the orientation in EXIF is left alone, as torchvision does.
 """
@@ -35,8 +31,6 @@ MOST_PIXELS = 2**26
 # Photographs of several sizes are trained on at this one by most networks and recipes.
 PHOTO_SIDE, LARGEST_ICON = 224, 128
 WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
-SCALED_TO_16_BITS = ("PNG", "PPM")  # formats of which Pillow gives 16 bits as mode I
-TIFF_BITS, TIFF_PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0
 
 
 def as_uint8(source: str | BinaryIO, side: int, *, fit: bool, name: str = "") -> Tensor:
@@ -90,12 +84,9 @@ def load_rgb(image: Image.Image, name: str) -> Image.Image:
 
 def to_rgb(image: Image.Image, name: str) -> Image.Image:
     """Convert any mode to RGB as the table of this module says."""
-    if image.mode == "F" or (image.mode == "I" and image.format not in SCALED_TO_16_BITS):
-        held = "floats" if image.mode == "F" else "32-bit or signed integers"
-        message = f"image {name} holds {held} (mode {image.mode}), and nothing says what is white"
-        raise UserError(f"{message}: convert it to 8 or 16 bits per value", UNREADABLE)
-    if image.mode.startswith("I"):
-        return Image.fromarray(_eight_bits(image)).convert("RGB")
+    if image.mode.startswith(("I", "F")):
+        message = f"image {name} has grey of more than 8 bits (mode {image.mode})"
+        raise UserError(f"{message}: convert it to 8 bits per value", UNREADABLE)
     if image.mode not in WITH_ALPHA and "transparency" not in image.info:
         return image.convert("RGB")
     if image.mode == "La":
@@ -103,16 +94,3 @@ def to_rgb(image: Image.Image, name: str) -> Image.Image:
     white = Image.new("RGBA", image.size, "white")
     white.alpha_composite(image.convert("RGBA"))
     return white.convert("RGB")
-
-
-def _eight_bits(image: Image.Image) -> np.ndarray:
-    """Scale a 16-bit grey image to uint8 [height, width], with its transparent level white."""
-    levels = np.asarray(image).astype(np.float32)
-    tags = getattr(image, "tag_v2", {})
-    top = 2 ** tags.get(TIFF_BITS, (16,))[0] - 1
-    grey = np.rint(levels * (255 / top)).astype(np.uint8)
-    if tags.get(TIFF_PHOTOMETRIC) == WHITE_IS_ZERO:
-        grey = 255 - grey
-    if "transparency" in image.info:
-        grey[levels == image.info["transparency"]] = 255
-    return grey

@@ -19,17 +19,10 @@ GROUP = 8
 Transform = Callable[[Tensor], Tensor]
 
 
-def on_cpu(transform: Transform) -> Transform:
-    """Return `transform` as it is done on the CPU, whatever the images' device: it draws there."""
-    return lambda images: transform(images.cpu()).to(images.device)
-
-
 TRANSFORMS: dict[str, Callable[[], Transform]] = {
     "trivial-augment": v2.TrivialAugmentWide,
     "rand-augment": v2.RandAugment,
     "auto-augment": v2.AutoAugment,
-    # The others draw on the CPU anyway.
-    "aug-mix": lambda: on_cpu(v2.AugMix()),
     "color-jitter": lambda: v2.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4),
     "grayscale": lambda: v2.RandomGrayscale(p=0.2),
     "gaussian-blur": lambda: v2.GaussianBlur(kernel_size=3),

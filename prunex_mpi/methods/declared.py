@@ -250,28 +250,10 @@ OMNIREDUCE = _per_step(
 @dataclass(frozen=True)
 class SpardlOptions:
     ratio: float = option("share of each worker's block that travels", 0.01, above=0, high=1)
-    teams: int = option(
-        "teams that add up by themselves before they add up their sums; divides the workers",
-        1,
-        low=1,
-    )
-
-
-def check_spardl(settings: Settings) -> None:
-    """Refuse teams where a node that is lost may leave them unequal."""
-    teams = settings.options.teams
-    if teams > 1 and settings.on_node_loss == "continue":
-        raise UserError(
-            f"spardl.teams {teams}: once a node is lost, they may not divide the workers; leave it "
-            "or on-node-loss away"
-        )
 
 
 SPARDL = _per_step(
-    "spardl",
-    "sums of the largest elements, by shares that stay sparse",
-    SpardlOptions,
-    check=check_spardl,
+    "spardl", "sums of the largest elements, by shares that stay sparse", SpardlOptions
 )
 
 TERNGRAD = _per_step("terngrad", "gradients as -1, 0 or 1 times a shared scale")

@@ -58,10 +58,6 @@ class Exchange:
         return layout.numel * size, settings.aggregation
 
     @staticmethod
-    def check_workers(settings: Settings, workers: int) -> None:
-        """Raise UserError for a number of workers that the method can't have."""
-
-    @staticmethod
     def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
         """Return how many of a run's `payload` bytes, without statistics, say where values go."""
         return 0

@@ -1,6 +1,5 @@
 """Which exchange a method has, and what is asked of any method before it trains."""
 
-from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.exchange import outer_memory
 from prunex_mpi.core.mask_choice import memory_of_scores
 from prunex_mpi.core.memory import Declared
@@ -65,9 +64,3 @@ def memory_of(settings: Settings, state: State) -> Declared:
     if settings.method.outer_step:
         return outer_memory(theta) | scores
     return exchange_of(settings.method).memory(settings, state.layout, theta) | scores
-
-
-def check_workers(settings: Settings, topology: Topology) -> None:
-    """Raise UserError on every rank where the method can't have as many workers."""
-    workers = topology.world_size if settings.aggregation == "flat" else topology.num_nodes
-    exchange_of(settings.method).check_workers(settings, workers)

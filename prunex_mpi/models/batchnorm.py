@@ -11,15 +11,13 @@ estimated again on z.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunex_mpi.models.dummy_input import dummy_input, evaluating
-from prunex_mpi.models.inputs import Inputs
+from prunex_mpi.models.dummy_input import evaluating
 
 
 def find(model: nn.Module) -> list[_BatchNorm]:
@@ -119,27 +117,6 @@ def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
         means, variances = _lists(modules, flat)
         buffers = [m.running_mean for m in modules] + [m.running_var for m in modules]
         torch._foreach_copy_(buffers, means + variances)
-
-
-def find_single_valued(model: nn.Module, inputs: Inputs) -> str:
-    """Return the name of a BatchNorm that sees one value per channel of one image, "" for none.
-
-    Such a module can't train on batches of one image.
-    """
-    named = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
-    moving = _moving(model, [m for _, m in named])
-    found: list[str] = []
-
-    def note(name: str, _: nn.Module, args: tuple) -> None:
-        if args[0].numel() == args[0].shape[1]:
-            found.append(name)
-
-    with ExitStack() as hooks, evaluating(model):
-        for name, m in named:
-            if m in moving:
-                hooks.enter_context(m.register_forward_pre_hook(partial(note, name)))
-        model(dummy_input(model, inputs))
-    return found[0] if found else ""
 
 
 def _moving(model: nn.Module, modules: list[_BatchNorm]) -> list[_BatchNorm]:

@@ -30,7 +30,7 @@ from prunex_mpi.core.optimizer import OptimizerMemory
 from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import Problem, RunContext, State, build_state, weights
 from prunex_mpi.core.threads import set_threads
-from prunex_mpi.methods.exchanges import check_workers, memory_of
+from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.stepper import Stepper
 from prunex_mpi.models.example import Called, as_read
 from prunex_mpi.models.layout import build_layout, trained_parameters
@@ -121,7 +121,6 @@ def _assemble(
 ) -> RunContext:
     """Build the state around a model that lies on its device. Collective on `world`."""
     world = topology.world
-    check_workers(settings, topology)
     device = next(model.parameters()).device
     buffers = "device" if settings.mpi_buffers == "device" else "host"
     transport = build_transport(device, BUCKET_MIB, buffers, settings.piece_kib)

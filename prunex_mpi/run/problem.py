@@ -48,7 +48,6 @@ from prunex_mpi.data.request import TEST, Known, Part, Request
 from prunex_mpi.data.text import TextSet, WindowStream, take_windows, window_batches
 from prunex_mpi.data.text_files import Text, Tokenizer, forget, map_text, prepare
 from prunex_mpi.diagnosis.facts import gpu_identity
-from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.draws import seed_all
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
@@ -258,7 +257,6 @@ def build_problem(
         where = device, next(iter(trained_parameters(model).values())).dtype
         feed = _feed_of_images(topology, settings, dataset, where, heartbeat)
     task, train, inputs = feed["task"], feed["train"], inputs_from(dataset.sizes())
-    run_collectively(topology.world, lambda: check_batch(train.batch_size, model, inputs))
     if settings.compile:
         run_collectively(topology.world, lambda: _try_compiler(device))
     loss, guess = run_collectively(
@@ -346,15 +344,6 @@ def _try_compiler(device: torch.device) -> None:
             f"compile: torch.compile fails on {socket.gethostname()} ({one_line(error)}); install "
             "what it needs, such as a C++ compiler, or leave it away"
         ) from None
-
-
-def check_batch(samples: int, model: torch.nn.Module, inputs: Inputs) -> None:
-    """Raise UserError where BatchNorm in `model` can't take the `samples` of a step."""
-    if samples == 1 and (name := batchnorm.find_single_valued(model, inputs)):
-        raise UserError(
-            f"batches are of one image, of which BatchNorm {name} sees one value per channel and "
-            "no variance; give --batch-size 2 or more"
-        )
 
 
 def lr_scale_of(settings: Settings, ranks: int) -> float:

@@ -40,7 +40,6 @@ from prunex_mpi.core.schedule import local_steps, rate_now, rounds_left, steps_t
 from prunex_mpi.core.state import RunContext, agreeing
 from prunex_mpi.core.steps import ask_to_stop_
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
-from prunex_mpi.methods.exchanges import check_workers
 from prunex_mpi.methods.stepper import Stepper
 from prunex_mpi.models import batchnorm
 from prunex_mpi.run import checkpoint, checkpoint_files
@@ -144,7 +143,6 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
 
     Collective on `world`.
     """
-    check_workers(settings, topology)
     if not settings.method.averages:
         return
     if settings.payload == SUMMED and topology.num_peers > MOST_SUMMED:

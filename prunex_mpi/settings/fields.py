@@ -18,7 +18,7 @@ TEXT = "text"
 PRESETS = ("recipe", "paper", "thin", "small", "finetune", "text")
 # As data/transforms.py has them.
 TRANSFORMS = (
-    *("trivial-augment", "rand-augment", "auto-augment", "aug-mix", "color-jitter", "grayscale"),
+    *("trivial-augment", "rand-augment", "auto-augment", "color-jitter", "grayscale"),
     *("gaussian-blur", "random-erasing"),
 )
 # How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.

@@ -151,34 +151,6 @@ def test_all_reductions_start_during_backward_when_all_parameters_take_part():
     assert sum(recorder.sizes) == layout.numel
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("staged", [False, True])
-def test_small_integers_are_averaged_exactly_at_each_step(library, staged, monkeypatch):
-    monkeypatch.setattr(gradients, "library_name", lambda: library)
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", 100)
-    model, layout, grad = prepare()
-    memory = grad.data_ptr()
-    staging = torch.empty(2, 208, dtype=torch.uint8).unbind() if staged else None
-    link = wire_of(WORLD, Transport(208, staging), "intra")
-    averager = GradientAverager(link, model, layout, grad)
-    positions = torch.arange(layout.numel, dtype=grad.dtype)
-    for step in range(3):
-        # Divisible by the number of ranks, so that every mean is a whole number.
-        numbers = [WORLD.size * ((positions + 5 * r + 7 * step) % 11) for r in range(WORLD.size)]
-        averager.begin()
-        grad.copy_(numbers[WORLD.rank])
-        averager.finish_()
-        expected = sum(numbers) / WORLD.size
-        assert torch.equal(grad, expected)
-        # Nothing that is still under way writes there.
-        WORLD.Barrier()
-        assert torch.equal(grad, expected)
-    assert grad.data_ptr() == memory
-    assert link.traffic.intra == (3 * grad.nbytes if WORLD.size > 1 else 0)
-    averager.close()
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_second_vector_only_where_it_saves_bytes(library, monkeypatch):
     monkeypatch.setattr(gradients, "library_name", lambda: library)

@@ -252,11 +252,6 @@ def test_nothing_is_a_vector_too(payload):
     add_decoded_(records, rest, payload)
 
 
-def test_half_a_block_is_refused():
-    with pytest.raises(RuntimeError, match=r"128.*of size 64"):
-        encode_(torch.ones(64), torch.empty(1, 66, dtype=torch.uint8), "int4")
-
-
 @pytest.mark.parametrize("payload", SCALED)
 def test_threads_do_not_disturb_each_other(payload):
     many = [encode(noise(seed=seed), payload)[0] for seed in range(4)]

@@ -471,8 +471,6 @@ BAD_FLAGS = [
     ("--method pactrain --keep-ratio 0.5 0.25", "keep-ratio has 2 values; pactrain"),
     ("--method pactrain --pactrain-prune-iteration 65", "must be from 0 to the 64"),
     ("--method pactrain --pactrain-ternary --amp fp16", "the scale of pactrain.ternary"),
-    ("--spardl-teams 2", "spardl.teams means nothing to method prunex"),
-    ("--method spardl --spardl-teams 2 --on-node-loss continue", "spardl.teams 2: once a node is"),
     ("--no-prunex-duals", "residuals every needs duals"),
     ("--no-prunex-duals --residuals off --penalty balance", "penalty balance needs duals"),
     ("--method gossip --aggregation flat", "aggregation flat: with gossip one leader speaks"),

@@ -1,7 +1,5 @@
 """Random changes of images: as torchvision's, drawn anew for each image, the same when repeated."""
 
-from unittest.mock import Mock
-
 import pytest
 import torch
 from torchvision.transforms import InterpolationMode, v2
@@ -73,14 +71,6 @@ def test_generators_of_devices_are_left_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     transformed(images(3), [TRANSFORMS["color-jitter"]()], torch.tensor([1]))
     assert seeded == []
-
-
-def test_mixed_images_are_drawn_on_the_cpu_and_go_back():
-    """Nothing can be drawn on the device meta, which stands for a GPU."""
-    there = Mock(device=torch.device("meta"), cpu=lambda: images(4))
-    seeds = torch.tensor([1])
-    mixed = transformed(Mock(split=lambda _: [there]), [TRANSFORMS["aug-mix"]()], seeds)
-    assert (mixed.device.type, mixed.shape) == ("meta", (4, 3, 24, 24))
 
 
 def test_settings_name_what_there_is():

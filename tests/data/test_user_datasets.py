@@ -104,7 +104,6 @@ CLEAR = Image.fromarray(np.full((4, 4, 4), 77, dtype=np.uint8), "RGBA")
         (COLOURS[:, ::-1, ::-1], COLOURS[:, ::-1, ::-1]),
         (Image.fromarray(GREY[0]), GREY),
         (Image.fromarray(GREY[0]).convert("P"), GREY),
-        (Image.fromarray(GREY[0].astype(np.uint16) * 257), GREY),
         (CLEAR, np.asarray(to_rgb(CLEAR, "")).transpose(2, 0, 1)),
     ],
 )

@@ -606,12 +606,6 @@ def test_each_operation_is_probed_by_itself_on_rank_zero(
     assert claimed == (claim if WORLD.rank == 0 else None)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("operation", doctor_probe.TRIALS)
-def test_trials_pass_on_host_memory(operation: str) -> None:
-    doctor_probe.TRIALS[operation][1](WORLD, "cpu")
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_trial_sees_wrong_numbers():
     class Deaf:

@@ -32,8 +32,6 @@ from prunex_mpi.comm.agreement import VERDICT_BYTES
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.memory import shared
 from prunex_mpi.methods import declared
-from prunex_mpi.methods.exchange import RESIDUAL
-from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = pytest.mark.mpi
@@ -64,8 +62,6 @@ COVERED = {"pactrain", "prunetrain", "clicktrain", "gossip"}
 COVERED |= {name.partition(",")[0] for name in METHODS}
 PER_STEP = [method for method in declared.METHODS if method.per_step]
 METHODS |= {m.name: {} for m in PER_STEP if m.name not in COVERED}
-# Those that keep what they have not sent for a later step.
-WITH_RESIDUAL = ["topk", "dgc", "powersgd", "omnireduce", "spardl"]
 AGGREGATIONS = ("flat", "hierarchical")
 # Leaders call among themselves what all ranks do in "flat": once for both MPIs, and on one shape.
 ONCE_FOR_NODES = [
@@ -158,113 +154,6 @@ def test_dense_is_the_optimizer_on_the_large_batch(aggregation, optimizer):
         assert nn.utils.clip_grad_norm_(alone.parameters(), 0.1) > 0.1
         steps.step()
     assert difference(found, {n: p.detach() for n, p in alone.named_parameters()}) < 1e-11
-
-
-@pytest.mark.any_mpi
-@pytest.mark.parametrize("method", WITH_RESIDUAL)
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), SHAPES[::2])
-def test_what_is_sent_and_what_is_kept_are_the_gradients(
-    aggregation, ranks_per_node, method, monkeypatch
-):
-    """Over a run, what arrived and what the workers keep add up to all contributions.
-
-    Without momentum and weight decay, which DGC adds to the contributions.
-    """
-    changes = {**changes_of(method), "momentum": 0.0, "weight_decay": 0.0}
-    settings = make(aggregation=aggregation, **changes)
-    given, arrived = [], []
-    kind = exchange_of(settings.method)
-    real = kind.exchange_
-
-    def watched(exchange, grad):
-        given.append(grad.clone())
-        real(exchange, grad)
-        arrived.append(grad.clone())
-
-    monkeypatch.setattr(kind, "exchange_", watched)
-    with nodes_of(ranks_per_node) as topology:
-        stream = RandomStream(WORLD.rank, torch.float64)
-        for _, state in run_driver(topology, settings, new_net(), stream):
-            # Blocks fill up the last one.
-            kept = state.memory[RESIDUAL][: state.theta.numel()]
-        is_member = aggregation == "flat" or topology.is_leader
-    assert len(given) == (2 * STEPS if is_member else 0)
-    assert bool(kept.any()) == is_member
-    total = (sum(given) if is_member else torch.zeros_like(kept)).numpy()
-    WORLD.Allreduce(total.copy(), total)
-    left = kept.numpy().copy()
-    WORLD.Allreduce(left.copy(), left)
-    if is_member:
-        assert np.abs(total - left - sum(arrived).numpy()).max() < 1e-13 * np.abs(total).max()
-        assert np.abs(left).max() > 0.01 * np.abs(total).max()
-
-
-def leaving(here, distance, workers):
-    """Return how many of the first `here` workers send to one that is none of them."""
-    return sum((rank + distance) % workers >= here for rank in range(here))
-
-
-# One of each kind of message; what others send is counted in test_bytes_sent.py.
-KINDS = ("dense", "topk", "terngrad", "bf16", "spardl", "omnireduce, all")
-
-
-@pytest.mark.any_mpi
-@pytest.mark.parametrize("method", KINDS)
-@pytest.mark.parametrize(("aggregation", "ranks_per_node"), [*SHAPES[::2], ("flat", 3)])
-def test_bytes_are_counted_by_hand(aggregation, ranks_per_node, method):
-    settings = make(aggregation=aggregation, **{**changes_of(method), "outer_iterations": 1})
-    model = new_net(torch.float32)
-    parameters = sum(p.numel() for p in model.parameters())
-    statistics = 2 * (8 + 8 + 12)
-    with nodes_of(ranks_per_node) as topology:
-        stream = RandomStream(WORLD.rank, torch.float32)
-        ((record, _),) = run_driver(topology, settings, model, stream)
-        nodes, inside = topology.num_nodes, topology.node_size > 1
-        here = topology.node_size if aggregation == "flat" else 1
-        if not topology.is_leader:
-            return
-    workers = WORLD.size if aggregation == "flat" else nodes
-    dense = 4 * (STEPS * parameters + statistics)
-    reduced, gathered, dealt, halves, shifted, mask = dense, 0, 0, 0, 0, 0
-    if method == "topk":
-        gathered = STEPS * 8 * sum(-(-p.numel() // 20) for p in model.parameters())
-        reduced = 4 * statistics
-    elif method == "bf16":
-        reduced, halves = 4 * statistics, 2 * STEPS * parameters
-    elif method == "terngrad":
-        # 801 elements fill up shares of whole bytes; 2 bits up, 4 down, and 13 scales.
-        numbers = {1: 808, 2: 2 * 408, 4: 4 * 208}[workers]
-        reduced = 4 * (STEPS * 13 + statistics)
-        if workers < 4:
-            gathered = STEPS * numbers * 2 // 8
-        else:
-            gathered, dealt = STEPS * 208 * 4 // 8, STEPS * numbers * 2 // 8
-    elif method == "spardl":
-        # A twentieth of each block: all but one worker's go to others in rounds, one to all.
-        each = 8 * {1: 41, 2: 21, 4: 11}[workers]
-        reduced, gathered, shifted = 4 * statistics, STEPS * each, STEPS * (workers - 1) * each
-    elif method == "omnireduce, all":
-        # 801 elements make 51 blocks, these 7 bytes.
-        assert parameters == 801
-        mask = STEPS * 7
-    payload = reduced + gathered + dealt + halves + shifted
-    sent = (gathered * workers + halves + 2 * (reduced + mask)) * (workers - 1) / workers
-    # What the node's workers deal out to those of other nodes: of 2 + 2 workers half, twice.
-    sent += (dealt + halves) * here * (workers - here) / workers
-    # Of 4 workers each sends two blocks over 2 ranks and one over 1, of 2 one block over 1.
-    over = {2: [1], 4: [2, 2, 1]}.get(workers, [])
-    sent += shifted // max(1, workers - 1) * sum(leaving(here, d, workers) for d in over)
-    if nodes == 1:
-        sent = 0
-    intra = 0
-    if aggregation == "hierarchical" and inside:
-        # The node's mean and what comes back, at each step; the statistics likewise.
-        intra = 2 * dense
-    found = record["bytes"]
-    assert (found["dense"], found["payload"], found["intra"]) == (dense, payload, intra)
-    # Each division by the number of workers is rounded down.
-    assert sent - 4 * STEPS <= found["sent"] <= sent
-    assert (found["mask"], found["evaluate"]) == (mask, 0)
 
 
 @pytest.mark.any_mpi

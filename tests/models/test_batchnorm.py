@@ -67,29 +67,6 @@ def test_a_model_without_statistics_needs_no_buffer():
     assert batchnorm.numel([]) == 0
 
 
-def test_estimate_on_one_batch_gives_the_statistics_of_that_batch():
-    model = small_model().double()
-    modules = batchnorm.find(model)
-    for module in modules:
-        module.running_mean.fill_(100)
-    images = torch.randn(16, 3, 10, 10, dtype=torch.float64)
-    batchnorm.estimate(model, modules, [images])
-    with torch.no_grad():
-        first = model[0](images)
-        # Dropout is off while the statistics are taken.
-        second = model[4](model[2](normalise(first, modules[0])))
-    for module, values in zip(modules, (first, second), strict=True):
-        columns = values.transpose(0, 1).flatten(1)
-        torch.testing.assert_close(module.running_mean, columns.mean(dim=1), **EXACTLY)
-        torch.testing.assert_close(module.running_var, columns.var(dim=1), **EXACTLY)
-
-
-def normalise(values: Tensor, module: nn.BatchNorm2d) -> Tensor:
-    variance = values.var(dim=(0, 2, 3), unbiased=False, keepdim=True)
-    scaled = (values - values.mean(dim=(0, 2, 3), keepdim=True)) / (variance + module.eps).sqrt()
-    return scaled * module.weight.view(1, -1, 1, 1) + module.bias.view(1, -1, 1, 1)
-
-
 def test_estimate_over_batches_weighs_the_first_as_much_as_the_last():
     model = small_model().double()
     images = torch.randn(24, 3, 10, 10, dtype=torch.float64)

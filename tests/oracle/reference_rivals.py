@@ -244,10 +244,9 @@ def largest(numbers, count):
 
 
 def spardl(contributions, memory, s):
-    """Send block by block, as the authors' run() does, in teams; the residual is global."""
+    """Send block by block, as the authors' run() does; the residual is global."""
     rows = [torch.cat([x.reshape(-1) for x in c.values()]).tolist() for c in contributions]
-    everyone, numel, teams = len(rows), len(rows[0]), s.options.teams
-    workers = everyone // teams
+    workers, numel = len(rows), len(rows[0])
     size = math.ceil(numel / workers)
     count = max(1, math.ceil(s.options.ratio * size - 1e-9))
     waiting = memory.setdefault("residuals", [[0.0] * numel for _ in rows])
@@ -256,7 +255,7 @@ def spardl(contributions, memory, s):
     split = [[row[i : i + size] + [0.0] * (i + size - numel) for i in starts] for row in held]
     left = [[list(block) for block in row] for row in split]
 
-    def choose(worker, block, count):
+    def choose(worker, block):
         """Take the largest of a block as it is; all else of it is left out."""
         picked = largest(split[worker][block], count)
         left[worker][block] = list(split[worker][block])
@@ -266,8 +265,7 @@ def spardl(contributions, memory, s):
 
     for gap, many in spardl_rounds(workers):
         mail = [
-            (first + (worker + gap) % workers, block, choose(first + worker, block, count))
-            for first in range(0, everyone, workers)
+            ((worker + gap) % workers, block, choose(worker, block))
             for worker in range(workers)
             for block in ((worker + gap + b) % workers for b in range(many))
         ]
@@ -275,30 +273,14 @@ def spardl(contributions, memory, s):
             for i, value in sent.items():
                 split[receiver][block][i] += value
     total, arrived = [0.0] * (size * workers), set()
-    least = max(1, count // teams)
-    # What there is of each block, in the words of the authors; a step of 0 would never move.
-    adapted = memory.setdefault("h", [[least, max(1, (count - least) // 100), False]] * workers)
     for block in range(workers):
-        h, step, inertia = adapted[block]
-        union = {}
-        for team in range(teams):
-            picked = choose(team * workers + block, block, h)
-            for i, value in picked.items():
-                union[i] = union.get(i, 0.0) + value
-        if (len(union) > count) ^ (step > 0):
-            step, inertia = (step * 2, False) if inertia else (step, True)
-        else:
-            step, inertia = int(-0.5 * step) if abs(step) > 1 else -step, False
-        step = max(-count, min(step, count))
-        adapted[block] = [min(max(h + step, least), count), step, inertia]
-        for i in sorted(union, key=lambda i: (-abs(union[i]), i))[:count]:
-            total[block * size + i] = union[i]
+        for i, value in choose(block, block).items():
+            total[block * size + i] = value
             arrived.add(block * size + i)
     for block in range(workers):
-        kept = [i for i in range(size) if block * size + i < numel]
-        for worker in range(everyone):
-            for i in kept:
-                place = block * size + i
+        for i in range(min(size, numel - block * size)):
+            place = block * size + i
+            for worker in range(workers):
                 chosen = place in arrived
                 waiting[worker][place] = left[worker][block][i] if chosen else held[worker][place]
     like = list(contributions[0].values())

@@ -39,7 +39,6 @@ def convolutions() -> nn.Module:
 
 
 THREE_BY_THREE = ["1.weight", "2.weight", "3.weight"]
-WITH_KERNELS = [*THREE_BY_THREE, "4.weight", "5.weight", "6.weight", "7.weight"]
 
 
 def prepare(kinds: Sequence[str], ratio: float = 0.4) -> tuple[Layout, Groups]:
@@ -62,29 +61,6 @@ def covered(patterns: Sequence[int]) -> np.ndarray:
     return kept
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_each_kernel_keeps_the_pattern_of_least_distance_of_all(seed):
-    layout, groups = prepare(["pattern"])
-    flat = torch.randn(
-        layout.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
-    result, mask = project(flat, layout, groups)
-    kernels = kernels_of(flat, layout, THREE_BY_THREE)
-    found = kernels_of(result, layout, THREE_BY_THREE)
-    # 4 x 3, 6 x 2 and 3 x 1.
-    assert len(kernels) == 27 and groups.total == 4 * 27 and mask.sum() == 27
-    for before, after in zip(kernels, found, strict=True):
-        candidates = [before * covered([p]) for p in range(4)]
-        best = min(candidates, key=lambda c: float(((before - c) ** 2).sum()))
-        assert np.array_equal(after, best)
-        assert np.count_nonzero(after) == 4 and after[1, 1] == before[1, 1]
-    for name, before, after in zip(
-        [s.name for s in layout.segments], layout.views(flat), layout.views(result), strict=True
-    ):
-        assert name in THREE_BY_THREE or torch.equal(before, after)
-    assert kept_numel(mask, groups) == [4 * 12, 4 * 12, 4 * 3]
-
-
 def test_ties_go_to_the_first_pattern_and_the_ramp_to_what_the_best_have_together():
     layout, groups = prepare(["pattern"])
     for value in (0.0, 1.0):
@@ -102,21 +78,6 @@ def test_ties_go_to_the_first_pattern_and_the_ramp_to_what_the_best_have_togethe
             kept.append(int(covered(best).sum()))
         assert set(kept) <= {4: {9}, 3: {8}, 2: {6, 7}, 1: {4}}[count]
         assert sum(kept_numel(mask, groups)) == sum(kept)
-
-
-def test_kernels_of_a_layer_compete_and_the_lowest_go():
-    layout, groups = prepare(["kernel"], ratio=0.4)
-    flat = torch.randn(layout.numel, dtype=torch.float64)
-    result, _ = project(flat, layout, groups)
-    for name in WITH_KERNELS:
-        before, after = (kernels_of(x, layout, [name]) for x in (flat, result))
-        squared_norms = [float((k**2).sum()) for k in before]
-        # 0.4 of them, rounded up.
-        wanted = sorted(range(len(before)), key=lambda i: -squared_norms[i])[
-            : -(-2 * len(before) // 5)
-        ]
-        for number, (k, left) in enumerate(zip(before, after, strict=True)):
-            assert np.array_equal(left, k * (number in wanted))
 
 
 def test_a_composition_goes_on_with_what_is_left():

@@ -113,8 +113,6 @@ SCENARIOS = {
     "fp16 gradients": {"method": "fp16"},
     "terngrad": {"method": "terngrad", "aggregation": "hierarchical"},
     "spardl": {"method": "spardl"},
-    # What adapts goes on, too.
-    "spardl teams": {"method": "spardl", "spardl_teams": WORLD.size},
     "lion": {"method": "lion"},
     "adacgd": {"method": "adacgd", "aggregation": "hierarchical"},
     "diloco": {"method": "diloco"},

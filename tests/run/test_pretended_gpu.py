@@ -27,7 +27,7 @@ MORE = {
     "gates": {**COUPLED, "score": "gates", "payload": "int2", "val_split": 0.25},
     "shrink": {**COUPLED, "optimizer": "adamw"},
     "fp16": {**PRUNING, "amp": "fp16", "clip_grad": 1.0, "mask_agreement": "or"},
-    "changed": {**PRUNING, "augment": "resized-crop", "transforms": ("aug-mix",)},
+    "changed": {**PRUNING, "augment": "resized-crop", "transforms": ("color-jitter",)},
     "diloco": {"method": "diloco"},
     "dgc": {"method": "dgc"},
     "powersgd": {"method": "powersgd"},
