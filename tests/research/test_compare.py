@@ -368,7 +368,7 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     for changed, words in (
         ({"nodes": [9]}, r"other ranks on nodes \(\[9\]; here"),
         ({"delivered": {**json.loads(summary)["delivered"], "data": "9"}}, r"other data \(9; here"),
-        ({"validation": None}, "is not of a run that can be compared"),
+        ({"validation": None}, r"is not what the run wrote \(validation\)"),
     ):
         text = json.dumps({**json.loads(summary), **changed})
         on_rank_0(lambda text=text: (run / "summary.json").write_text(text))
