@@ -364,8 +364,12 @@ SHORT = {
     "--ranks-per-node": "1",
     "--run-dir": "run",
 }
+# Of texts, which a file of settings has, in place of the images.
+OF_IMAGES = ("--dataset", "--image-size", "--train-samples", "--test-samples")
+SHORT_TEXT = {f: x for f, x in SHORT.items() if f not in OF_IMAGES}
+SHORT_TEXT |= {"--model": "gpt_nano-w32", "--context": "16", "--data-dir": "text"}
 DROPPED = {*SHORT, "--local-epochs", "--data-dir", "--download", "--init-from", "--lr"}
-DROPPED |= {"--tokenizer", "--context", "--on-node-loss"}
+DROPPED |= {"--tokenizer", "--context", "--on-node-loss", "--teacher"}
 
 
 def shortened(arguments: list[str]) -> list[str]:
@@ -380,7 +384,8 @@ def shortened(arguments: list[str]) -> list[str]:
         # It is refused for images.
         del kept[at - 1 : at + 1]
     named = kept[kept.index("--method") + 1] if "--method" in kept else "prunex"
-    short = {f: x for f, x in SHORT.items() if concerns(f[2:].replace("-", "_"), METHODS[named])}
+    usual = SHORT_TEXT if str(ROOT / "batch/linux_doc.toml") in kept else SHORT
+    short = {f: x for f, x in usual.items() if concerns(f[2:].replace("-", "_"), METHODS[named])}
     return [*kept, *(word for item in short.items() for word in item)]
 
 
@@ -396,6 +401,9 @@ TRAININGS = {
 @pytest.mark.long
 @pytest.mark.parametrize("arguments", sorted(TRAININGS), ids=" ".join)
 def test_trainings_run_as_shown(arguments, tmp_path):
+    (tmp_path / "text").mkdir()
+    for part in ("train", "test"):
+        (tmp_path / "text" / f"{part}.txt").write_text("to be or not to be, that is it. " * 99)
     result = train(2, list(arguments), tmp_path)
     assert result.returncode == 0, result.stderr
     assert "status " in result.stdout
