@@ -46,7 +46,7 @@ class FileSplit:
     content: Callable[[int], str | BytesIO]  # returns an image's file, or its path
     identities: Iterator[str]  # tell images from others, wherever the folder is; read once
     where: str  # the folder, for a message
-    left_out: str  # what lies there and is not read
+    left_out: str = ""  # what lies there and is not read
 
 
 def find_image_files(request: Request, known: Known, classes: Classes | None = None) -> Source:
@@ -233,7 +233,6 @@ def _in_tar_files(folder: Path, known: Known) -> FileSplit:
         content=content,
         identities=(f"{n} {s} {c}" for n, s, c in zip(names, sizes, labels, strict=True)),
         where=f"{len(paths):,} tar file{'s' * (len(paths) > 1)} in {folder}",
-        left_out="",
     )
 
 

@@ -4,7 +4,6 @@ Nothing that is read is executed: safetensors, or torch files with `weights_only
 """
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, listed, one_line, quote
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular
+from prunex_mpi.base.schema import loads
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs, Tokens
 from prunex_mpi.models.standalone import MODEL, WITH_AUXILIARY_HEADS, fill_
@@ -74,8 +74,8 @@ def shards_of(path: Path) -> list[Path]:
     with open_regular(path) as file:
         text = file.read()
     try:
-        names = sorted({Path(name) for name in json.loads(text)["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        names = sorted({Path(name) for name in loads(text)["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError):
         names = []
     if not names or any(len(name.parts) != 1 for name in names):
         raise UserError(f"{path} names no shards beside it: save the model again", UNREADABLE)
