@@ -41,7 +41,10 @@ def build_parser() -> Parser:
     add("--images", type=int, default=PROOF_IMAGES, metavar="N", help=what)
     what = "where to measure times; auto: on the CPU, and on a GPU where there is one [auto]"
     add("--device", default="auto", choices=DEVICES, help=what)
-    what = f"turns of each measurement, whose median counts; 0 measures no times [{REPEAT}]"
+    what = (
+        "turns of each measurement, whose median counts, fewer beyond half a minute; 0 measures no "
+        f"times [{REPEAT}]"
+    )
     add("--repeat", type=int, default=REPEAT, metavar="N", help=what)
     return parser
 

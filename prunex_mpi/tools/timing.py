@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SAMPLE_S = 0.02  # at least, or the clock and the first touch of memory count
+MOST_S = 30.0  # of the turns of slow networks, which are few
 
 
 class Action(NamedTuple):
@@ -72,7 +73,8 @@ def seconds_per_call(
 ) -> dict[str, float]:
     """Return the median time of each network for a `batch`, over `repeat` turns of SAMPLE_S each.
 
-    The networks, in evaluation mode and on the device of `batch`, take turns.
+    The networks, in evaluation mode and on the device of `batch`, take turns; fewer of them, one at
+    least, where they would take longer than MOST_S.
     """
 
     def run(model: nn.Module, calls: int) -> float:
@@ -87,5 +89,6 @@ def seconds_per_call(
     first = [(run(model, 1), run(model, 1))[1] for model in models.values()]
     calls = {name: math.ceil(SAMPLE_S / s) for name, s in zip(models, first, strict=True)}
     actions = {name: Action(partial(run, model, calls[name])) for name, model in models.items()}
-    times = wall_times(actions, repeat, batch.device, heartbeat)
+    turns = max(1, min(repeat, int(MOST_S / sum(first))))
+    times = wall_times(actions, turns, batch.device, heartbeat)
     return {name: float(np.median(taken)) / calls[name] for name, taken in times.items()}
