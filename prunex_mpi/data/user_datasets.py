@@ -100,7 +100,8 @@ def find_user_images(request: Request) -> Source:
 def _some_items(split: UserSplit) -> Iterator[bytes]:
     """Yield what tells some fixed images of a split from others, to find another order of items.
 
-    Images that change from one reading to the next, and damaged ones, tell nothing.
+    Images that change from one reading to the next, of which the log tells, and damaged ones tell
+    nothing.
     """
 
     def read(index: int) -> bytes:
@@ -112,9 +113,19 @@ def _some_items(split: UserSplit) -> Iterator[bytes]:
         return repr(found.size).encode() + found.tobytes()
 
     count = len(split.labels)
+    changing = []
     for index in sorted({count * place // COMPARED_ITEMS for place in range(COMPARED_ITEMS)}):
         content = read(index)
-        yield content if content == read(index) else b""
+        same = content == read(index)
+        if not same:
+            changing.append(split.title(index))
+        yield content if same else b""
+    if changing:
+        log.info(
+            "%s changed between two readings: such a run can't be repeated or resumed exactly, and "
+            "what evaluates reads changed images; leave out what is random, see --transforms",
+            ", ".join(changing),
+        )
 
 
 def _make(name: str, data_dir: str, train: bool) -> UserSplit:

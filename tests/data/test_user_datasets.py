@@ -193,14 +193,19 @@ def test_another_order_of_items_is_another_data_set(made):
     assert made(Own(images[2:] + images[:2], [0, 1] * 40)).digest != first
 
 
-def test_images_that_change_with_each_reading_are_no_other_data_set(made):
+def test_images_that_change_with_each_reading_are_told_and_no_other_data_set(made, caplog):
     class Noisy(Own):
         def __getitem__(self, index: int) -> Any:
             image, label = super().__getitem__(index)
             return np.random.randint(0, 255, image.shape).astype(np.uint8), label
 
     kinds = [Noisy([np.zeros((3, 4, 4), dtype=np.uint8)] * 6, [0, 1] * 3) for _ in range(2)]
+    caplog.set_level("INFO")
     assert made(kinds[0]).digest == made(kinds[1]).digest
+    assert "[0], " in caplog.text and "changed between two readings" in caplog.text
+    caplog.clear()
+    made(Own([np.zeros((3, 4, 4), dtype=np.uint8)] * 6, [0, 1] * 3))
+    assert "changed" not in caplog.text
 
 
 def test_images_are_mirrored_unless_their_data_set_says_no(made):
