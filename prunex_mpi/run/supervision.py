@@ -163,9 +163,9 @@ def progress_of(topology: Topology, context: RunContext) -> Progress:
         problem.train.batch_size * problem.task.row * topology.world_size,
         problem.task.unit,
     )
-    progress = Progress(length, settings.progress, topology.world.rank, context.heartbeat)
-    position = context.state.position
-    progress.start(position.iteration - 1, position.steps_done, local_steps(context))
+    enabled = topology.world.rank == 0 and settings.progress == "auto"
+    progress = Progress(length, enabled, context.heartbeat)
+    progress.start(context.state.position.steps_done, local_steps(context))
     return progress
 
 

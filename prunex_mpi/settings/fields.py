@@ -412,9 +412,9 @@ class Settings:
         "folder of the results; empty: a new one in runs/", "", optional=True, metavar="DIR"
     )
     progress: str = _setting(
-        "auto: a bar on a terminal, lines elsewhere; on: a bar; off: nothing",
+        "auto: log a line per outer iteration, and one each half minute within; off: none",
         "auto",
-        choices=("auto", "on", "off"),
+        choices=("auto", "off"),
     )
     evaluate_every: int = _setting("outer iterations between evaluations", low=1)
     trace: bool = _setting("write trace.json, and one per other rank, by torch's profiler", False)
