@@ -121,7 +121,7 @@ mpirun --version 2>/dev/null | grep -q "Open MPI\|OpenRTE" || die "there is no m
 import importlib.util
 import sys
 
-needed = "torch torchvision mpi4py numpy PIL filelock safetensors tomli_w tqdm pytest pytest_mpi".split()
+needed = "torch torchvision mpi4py numpy PIL filelock safetensors tomli_w pytest pytest_mpi".split()
 if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
     sys.exit(f"error: {sys.executable} lacks {', '.join(lacking)}: set PYTHON to one that has it")
 import torch
