@@ -23,20 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from prunex_mpi.config.cli import read_flags
         from prunex_mpi.run.program import run_program
 
-        lines: list[str] = []
-        read, run = partial(read_flags, lines=lines), partial(train, received=received, lines=lines)
-        return run_program("prunex_mpi.train", read, run, argv)
+        return run_program("prunex_mpi.train", read_flags, partial(train, received=received), argv)
 
 
-def train(
-    world: "MPI.Comm", settings: "Settings", received: ReceivedSignal, lines: list[str]
-) -> int:
-    """Train under the eyes of a watchdog, once rank 0 has said `lines`. Collective on `world`."""
+def train(world: "MPI.Comm", settings: "Settings", received: ReceivedSignal) -> int:
+    """Train under the eyes of a watchdog. Collective on `world`."""
     from prunex_mpi.run.program import watched
 
     received.quiet = world.rank > 0
-    for line in [] if received.quiet else lines:
-        print(f"prunex_mpi: {line}", file=sys.stderr, flush=True)
     with watched(world, settings.timeout) as watchdog:
         from prunex_mpi.run import job, survival
 

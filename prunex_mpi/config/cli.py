@@ -4,13 +4,12 @@ import argparse
 import dataclasses
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, listed, meant, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import TOKENIZER, regular_only, tomllib
 from prunex_mpi.base.imports import check_foreign
 from prunex_mpi.config.parser import Parser, program_parser
@@ -20,20 +19,16 @@ from prunex_mpi.config.resolve import (
     OWNER,
     build,
     check_saved,
-    concerns,
     defaults,
     from_table,
     is_of_a_run,
     over,
-    preset_comment,
-    preset_values,
     resumed,
-    toml_key,
 )
-from prunex_mpi.settings.fields import PRESETS, Settings, key_of
+from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.values import AUTO, choices_shown, convert, in_words, left_open
 
-# Say which folder a run lies in, and that it goes on.
+# Say which folder a run lies in, and that it goes on: who repeats a run does not mean that.
 OF_THE_FOLDER = ("run_dir", "resume")
 # What a newcomer needs to see; --help all has the rest.
 FIRST = (
@@ -47,19 +42,15 @@ A run has epochs / local-epochs outer iterations: local steps (phase 1), then ag
 pruning, exchange between nodes and dual updates (phases 2 to 5).
 --dry-run prints the settings and the bytes of every message, and trains nothing.
 
-more:  --help presets   what each preset sets
-       --help all       every flag
-       --help GROUP     {groups}
-       --help METHOD    the options of one method:
-{methods}"""
+--help all prints every flag."""
 _METAVARS = {int: "N", float: "X", Fraction: "N|P/Q", str: "NAME"}
 
 
-def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> Settings:
+def parse(argv: Sequence[str]) -> Settings:
     """Return the settings that `argv` (without the program's name) asks for.
 
-    Weak to strong: defaults, preset, file of `--config`, flags. What of the file does not count is
-    handed to `tell`. Raises UserError; `--help` and `--version` print and exit.
+    Weak to strong: defaults, preset, file of `--config`, flags. Raises UserError; `--help` and
+    `--version` print and exit.
     """
     helps = [number for number, word in enumerate(argv) if word in ("-h", "--help")]
     if helps:
@@ -71,7 +62,7 @@ def parse(argv: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> 
     if len(paths) > 1:
         raise UserError(f"--config is given {len(paths)} times; give it once")
     given = {name: convert_flag(name, text) for name, text in flags.items()}
-    of_file, is_run = read_config(paths[0], given, tell) if paths else ({}, False)
+    of_file, is_run = read_config(paths[0]) if paths else ({}, False)
     laid = over(of_file, given)
     if laid.get("resume"):
         if not laid.get("run_dir"):
@@ -96,33 +87,16 @@ def resumed_by_tokenizer(
     return dataclasses.replace(settings, tokenizer=str(kept)) if gone else settings
 
 
-def read_config(
-    path: str, given: Mapping[str, Any], tell: Callable[[str], None]
-) -> tuple[dict[str, Any], bool]:
+def read_config(path: str) -> tuple[dict[str, Any], bool]:
     """Read the TOML file of `--config`; return converted values by field name, and whether a run's.
 
-    The file of a run is read to repeat it, elsewhere, also by another method that flags have
-    `given`; what of it does not count then is handed to `tell`. Raises UserError for a bad file.
+    The file of a run is read to repeat it in another folder. Raises UserError for a bad file.
     """
     where = f"--config {quote(path, 250)}"
     table = _load_toml(path, where)
     values, is_run = from_table(table, where), is_of_a_run(table)
-    if not is_run:
-        return values, False
-    left = [key_of(n) for n in OF_THE_FOLDER if values.pop(n, "") not in ("", False)]
-    if left and "run_dir" not in given:
-        tell(
-            f"{where} is of a run and repeats it in another folder, without its "
-            f"{' and '.join(left)}; --resume --run-dir goes on with a run"
-        )
-    method = BY_NAME[given.get("method", values["method"])]
-    foreign = [name for name in values if not concerns(name, method)]
-    if foreign:
-        tell(
-            f"{where} is of a run by {values['method']}; what means nothing to {method.name} does "
-            f"not count: {listed(map(toml_key, foreign))}"
-        )
-    return {name: value for name, value in values.items() if name not in foreign}, True
+    left_out = OF_THE_FOLDER if is_run else ()
+    return {name: value for name, value in values.items() if name not in left_out}, is_run
 
 
 def read_saved(run_dir: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -171,59 +145,25 @@ def build_parser() -> Parser:
 
 
 def print_help(about: str) -> None:
-    """Print the flags that matter first, or those of a group, of a method, or `all`.
+    """Print the flags that matter first, or all; raise UserError for another word.
 
-    Defaults in brackets are those of the recipe. Raises UserError for another word.
+    Defaults in brackets are those of the recipe.
     """
-    usual = defaults("recipe", BY_NAME["prunex"])
-    groups = list(dict.fromkeys(field.metadata["section"] for field in FIELDS.values()))
-    groups = [group for group in groups if group]
-    methods = textwrap.fill(", ".join(BY_NAME), 98)
-    if about == "presets":
-        print(describe_presets())
-        return
+    if about not in ("", "all"):
+        raise UserError(f"--help {quote(about)}: give --help for the first flags, --help all")
     parser = Parser(
         prog="python -m prunex_mpi.train",
         description="Train a network on several MPI ranks and prune it while it trains.",
         usage="srun %(prog)s [--preset NAME] [--FLAG VALUE ...]",
-        epilog=HELP_EPILOG.format(groups=", ".join(groups), methods=methods),
+        epilog=HELP_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    if about == "all":
-        names: Iterable[str] = FIELDS
-    elif about in groups:
-        names = [name for name, field in FIELDS.items() if field.metadata["section"] == about]
-    elif about in BY_NAME:
-        parser.description = f"{about}: {BY_NAME[about].help}."
-        names = ["method", *BY_NAME[about].option_fields()]
-        usual |= defaults("recipe", BY_NAME[about])
-    elif about:
-        guess = meant(about, [*groups, *BY_NAME, "all", "presets"])
-        raise UserError(f"--help {quote(about)}: there is no such group or method{guess}")
-    else:
-        names = FIRST
+    if not about:
         parser.add_argument("--config", metavar="FILE", help="TOML file of settings; flags beat it")
-    add_settings(parser, names, usual, grouped=bool(about))
+    usual = defaults("recipe", BY_NAME["prunex"])
+    add_settings(parser, FIELDS if about else FIRST, usual, grouped=bool(about))
     parser.print_help()
-
-
-def describe_presets() -> str:
-    """Return what each preset is for, and what it sets beside the recipe."""
-    recipe, blocks = preset_values("recipe"), []
-    for preset in PRESETS:
-        about = " ".join(preset_comment(preset).split())
-        differing = {n: v for n, v in preset_values(preset).items() if recipe.get(n) != v}
-        lines = [f"  {_as_flag(name, value)}" for name, value in differing.items()]
-        blocks.append("\n".join([f"{preset}: {about}", *lines]))
-    return "\n\n".join(blocks)
-
-
-def _as_flag(name: str, value: Any) -> str:
-    """Return a setting as it is given on the command line."""
-    if isinstance(value, bool):
-        return f"--{'' if value else 'no-'}{key_of(name)}"
-    return f"--{key_of(name)} {shown(name, value)}"
 
 
 def add_settings(
@@ -287,12 +227,12 @@ def _to_number(kind: type, text: str, where: str) -> float:
         raise UserError(f"{where} must be {wanted}, not {quote(text)}") from None
 
 
-def read_flags(argv: Sequence[str], lines: list[str]) -> Settings:
-    """Return the settings of a job, and add to `lines` what it is to say of them.
+def read_flags(argv: Sequence[str]) -> Settings:
+    """Return the settings of a job.
 
     Raises UserError also for modules to import that a file alone names.
     """
-    settings = parse(argv, tell=lines.append)
+    settings = parse(argv)
     names = {what: getattr(settings, what) for what in ("model", "dataset", "loss")}
     check_foreign(names, argv, settings.run_dir if settings.resume else "")
     return settings

@@ -161,16 +161,11 @@ def preset_values(preset: str) -> dict[str, Any]:
 
 @cache
 def _named_by(preset: str) -> dict[str, Any]:
-    return from_table(tomllib.loads(_preset_text(preset)), f"preset {preset}")
+    return from_table(tomllib.loads(preset_text(preset)), f"preset {preset}")
 
 
-def preset_comment(preset: str) -> str:
-    """Return the comment with which the file of a preset begins: what it is for."""
-    lines = _preset_text(preset).splitlines()
-    return "\n".join(line.removeprefix("# ") for line in lines[: lines.index("")])
-
-
-def _preset_text(preset: str) -> str:
+def preset_text(preset: str) -> str:
+    """Return the file of a preset, which begins with a comment on what it is for."""
     folder = resources.files("prunex_mpi.config").joinpath("presets")
     return folder.joinpath(f"{preset}.toml").read_text("utf-8")
 
@@ -389,35 +384,22 @@ def resumed(
     """Return the settings of a run that goes on: those `saved` in its config.toml, by flat name.
 
     What is `given` beside them may only repeat them, or what was `asked` for where that was
-    something else, except for OF_THE_JOB and for more outer iterations than before; shares of these
-    stay at the iteration where they were. Raises UserError that names the first difference.
+    something else, except for OF_THE_JOB. Raises UserError that names the first difference.
     """
     first = {**saved, **(asked or {})}
     given = {name: v for name, v in given.items() if name not in saved or v != saved[name]}
     again = over(first, given)
     _count_epochs(again)
-    length, began_with = again["outer_iterations"], first["outer_iterations"]
-    if given.get("epochs") and first["local_steps"] == AUTO and length != began_with:
-        raise UserError(
-            "epochs differ from the run's, which has measured its local-steps; to make it longer "
-            "give outer-iterations"
-        )
-    if again["method"] != saved["method"]:
-        raise UserError(_differs("method", again["method"], saved["method"]))
-    before = flat_values(_resolve(first))
-    now = flat_values(_resolve({**again, "outer_iterations": began_with}))
+    # Before the rest, which these two decide.
+    for name in ("method", "outer_iterations"):
+        if again[name] != first[name]:
+            raise UserError(_differs(name, again[name], saved[name]))
+    before, now = flat_values(_resolve(first)), flat_values(_resolve(again))
     for name in (*given, *now):
         if name not in OF_THE_JOB and now.get(name) != before.get(name):
             raise UserError(_differs(name, now[name], saved.get(name)))
-    if length == began_with:
-        length = saved["outer_iterations"]
-    if length < saved["outer_iterations"]:
-        raise UserError(
-            f"--outer-iterations {length} is fewer than the run's {saved['outer_iterations']}; a "
-            "resumed run can become longer, not shorter: leave it away, or start a new run"
-        )
     of_job = {name: value for name, value in given.items() if name in OF_THE_JOB}
-    return _resolve({**saved, **of_job, "resume": True, "outer_iterations": length})
+    return _resolve({**saved, **of_job, "resume": True})
 
 
 def _differs(name: str, new: object, old: object) -> str:

@@ -5,21 +5,22 @@ duals. A rank's numbers name the tensors that are in the file of its leader alon
 """
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
-from prunex_mpi.base.files import FORMAT, METRICS, FileRecord, telling_disk_errors
+from prunex_mpi.base.files import FORMAT, FileRecord, telling_disk_errors
 from prunex_mpi.base.logs import log
-from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     broadcast_text,
@@ -30,13 +31,12 @@ from prunex_mpi.comm.agreement import (
     run_on_root,
 )
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.lasting import SUM, Numbers, Parts, Tensors, lasting
+from prunex_mpi.core.lasting import Numbers, Parts, Tensors
 from prunex_mpi.core.removal import fit_network, left_of
-from prunex_mpi.core.schedule import rate_now
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.checkpoint_files import leaders_in, read_rank_file
-from prunex_mpi.run.directory import RunDirectory, same_run
+from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.snapshot import (
     contents,
     misfit,
@@ -44,29 +44,20 @@ from prunex_mpi.run.snapshot import (
     put_all,
     put_common,
 )
-from prunex_mpi.run.tensor_file import bytes_of
 from prunex_mpi.settings.fields import Settings
 
 AS_LEADER = "as_leader"
 # Many and small, and most of them each rank's own.
 NOT_COMPARED = ("buffer.", "generator.")
-# What is compared at a time stays in the cache of a core.
-CHUNK = MIB
 
 
 @dataclass(frozen=True)
 class Restored:
-    """Which checkpoint a run goes on from, "" for none, and which were refused, with reasons.
-
-    On other nodes `duals`, where there are any, begin anew, and what had not been sent yet is
-    `dealt_out`.
-    """
+    """Which checkpoint a run goes on from, "" for none, and which were refused, with reasons."""
 
     name: str
     refused: tuple[str, ...]
     other_nodes: bool = False
-    duals: bool = False
-    dealt_out: bool = False
 
     def describe(self) -> list[str]:
         """Return lines that say where the run goes on from, and what was refused."""
@@ -74,11 +65,7 @@ class Restored:
         if not self.name:
             place = "there is no checkpoint: the run begins"
         elif self.other_nodes:
-            place += " on other nodes: z, masks and mean momentum are kept, data are shuffled anew"
-        if self.duals:
-            place += ", penalties are kept, duals start at 0"
-        if self.dealt_out:
-            place += ", what had not been sent yet is dealt out anew"
+            place += " on other nodes: z, masks and mean momentum are kept, the rest begins anew"
         return [*(f"refused checkpoint {line}" for line in self.refused), place]
 
 
@@ -92,7 +79,6 @@ def save(topology: Topology, run: RunDirectory | None, context: RunContext) -> N
 
     def begin() -> str:
         def make() -> str:
-            run.finish_removals()
             return str(checkpoint_files.begin(run.path, position.iteration, position.step))
 
         return "" if run is None else telling_disk_errors(what, make)
@@ -120,40 +106,22 @@ def save(topology: Topology, run: RunDirectory | None, context: RunContext) -> N
             "config": run.config,
             "model": model_digest(state),
             "data": context.problem.digest,
-            "colours": [context.problem.mean.tolist(), context.problem.std.tolist()],
             "left": left_of(state),
             "files": run.sizes(),
         }
-        run.remove_later(checkpoint_files.publish(folder, manifest))
+        checkpoint_files.publish(folder, manifest)
 
     run_on_root(world, lambda: telling_disk_errors(what, publish))
 
 
-def find_newest(world: MPI.Comm, settings: Settings) -> tuple[Settings, bool]:
-    """Return the settings for a run, and whether it goes on from a checkpoint, with all weights.
-
-    The settings have the normalisation of the run's images: other ranks would measure another, on
-    other images. Collective on `world`.
-    """
-    colours = None
+def has_checkpoint(world: MPI.Comm, settings: Settings) -> bool:
+    """Return whether a run goes on from a checkpoint, with all weights. Collective on `world`."""
+    found = False
     if world.rank == 0 and settings.resume:
         # What can't be read is told where the run is restored.
         with contextlib.suppress(OSError):
-            names = checkpoint_files.valid_names(Path(settings.run_dir))
-            colours = _first_colours(Path(settings.run_dir), names) if names else None
-    colours = broadcast_json(world, colours)
-    if colours and not settings.image_mean:
-        mean, std = map(tuple, colours)
-        settings = replace(settings, image_mean=mean, image_std=std)
-    return settings, colours is not None
-
-
-def _first_colours(run: Path, names: Sequence[str]) -> list[list[float]]:
-    """Return mean and deviation of the colours by the first of the checkpoints that is whole."""
-    for name in names:
-        with contextlib.suppress(DamagedCheckpoint):
-            return checkpoint_files.read_manifest(run, name)["colours"]
-    return []
+            found = bool(checkpoint_files.valid_names(Path(settings.run_dir)))
+    return broadcast_json(world, found)
 
 
 def resume(
@@ -164,25 +132,6 @@ def resume(
         log.info("%s", line)
     if run is not None and run.versions() != versions:
         log.info("the versions of the software are not those in %s/config.toml", run.path)
-    run_collectively(topology.world, lambda: make_longer(run, context))
-
-
-def make_longer(files: RunDirectory | None, context: RunContext) -> None:
-    """Keep the length of a run that has become longer, and log what its learning rate does."""
-    if files is None or not files.former_length:
-        return
-    telling_disk_errors("config.toml", files.keep_length)
-    settings, rate = context.settings, rate_now(context)
-    records = files.read_lines(METRICS)
-    after = f" (last: {records[-1]['lr']:.3g})" if records else ""
-    log.info(
-        "the run becomes longer: %d outer iterations in place of %d; from here on the learning "
-        "rate is that of a run of this length, now %.3g%s",
-        settings.outer_iterations,
-        files.former_length,
-        rate,
-        after,
-    )
 
 
 def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -> Restored:
@@ -227,10 +176,7 @@ def restore(topology: Topology, run: RunDirectory | None, context: RunContext) -
             put_common(topology, parts, sum(manifest["node_sizes"]), context)
         else:
             put_all(topology, *part, context)
-        table = lasting(state, context.problem.model)
-        dealt_out = other and any(entry.elsewhere == SUM for entry in table.values())
-        duals = other and not state.consensus_sgd
-        return Restored(name, tuple(refused), other, duals, dealt_out)
+        return Restored(name, tuple(refused), other)
     if refused:
         raise UserError("no checkpoint can be used: " + "; ".join(refused), UNREADABLE)
     run_on_root(world, lambda: rewind({}))
@@ -247,7 +193,7 @@ def _read_manifest(
         try:
             manifest = checkpoint_files.read_manifest(run.path, name)
             run.check(manifest["files"])
-            if not same_run(manifest["config"], run.config):
+            if manifest["config"] != run.config:
                 raise DamagedCheckpoint("it was written under another config.toml")
             if manifest["model"] != digests["model"]:
                 raise DamagedCheckpoint("the model's parameters were of other names or shapes then")
@@ -314,42 +260,24 @@ def without_copies(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what this rank has to write of its tensors, CPU, and numbers that name the rest.
 
-    The leader's values travel to its node, where each rank compares them with its own: that takes
-    a fraction of the time of writing them. Collective on `node`.
+    The rest are bit for bit those of its leader. Collective on `node`.
     """
     if topology.node_size == 1:
         return tensors, numbers
-    kinds = {
-        name: [tensor.nbytes, str(tensor.dtype), *tensor.shape]
-        for name, tensor in tensors.items()
-        if not name.startswith(NOT_COMPARED)
-    }
-    leaders = broadcast_json(topology.node, kinds)
-    copies = []
-    for name, kind in leaders.items():
-        mine = bytes_of(tensors[name]) if kinds.get(name) == kind else None
-        if _is_leaders(topology.node, mine, kind[0]):
-            copies.append(name)
+    mine = {n: _digest(t) for n, t in tensors.items() if not n.startswith(NOT_COMPARED)}
+    leaders = broadcast_json(topology.node, mine)
     if topology.is_leader:
         return tensors, numbers
-    mine = {name: tensor for name, tensor in tensors.items() if name not in copies}
-    return mine, {**numbers, AS_LEADER: copies}
+    copies = [name for name, digest in leaders.items() if mine.get(name) == digest]
+    rest = {name: tensor for name, tensor in tensors.items() if name not in copies}
+    return rest, {**numbers, AS_LEADER: copies}
 
 
-def _is_leaders(node: MPI.Comm, mine: np.ndarray | None, length: int) -> bool:
-    """Return whether this rank's bytes equal the leader's `length` bytes. Collective on `node`."""
-    same, room = mine is not None, np.empty(min(CHUNK, length), dtype=np.uint8)
-    for start in range(0, length, CHUNK):
-        part = slice(start, min(start + CHUNK, length))
-        theirs = mine[part] if node.rank == 0 else room[: part.stop - start]
-        node.Bcast(theirs, root=0)
-        same = same and np.array_equal(mine[part], theirs)
-        if start == 0:
-            alike = np.array([same and node.rank > 0], dtype=np.int32)
-            node.Allreduce(MPI.IN_PLACE, alike, op=MPI.MAX)
-            if not alike[0]:
-                return False
-    return same
+def _digest(tensor: Tensor) -> str:
+    """Return what changes with type, shape or any bit of a tensor."""
+    # Bytes, since NumPy knows no bfloat16.
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.blake2b(data).hexdigest()}"
 
 
 def read_with_copies(

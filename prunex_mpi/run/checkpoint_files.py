@@ -67,10 +67,10 @@ def remove_partial(run: Path) -> None:
             shutil.rmtree(left)
 
 
-def publish(partial: Path, manifest: dict[str, Any]) -> list[Path]:
+def publish(partial: Path, manifest: dict[str, Any]) -> None:
     """Make a folder of written files a checkpoint: manifest, then one rename.
 
-    All but the last `KEEP` checkpoints lose their names; returns their folders, to be removed.
+    All but the last `KEEP` checkpoints are removed.
     """
     body = json.dumps(manifest, allow_nan=False, sort_keys=True)
     text = json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
@@ -79,8 +79,10 @@ def publish(partial: Path, manifest: dict[str, Any]) -> list[Path]:
     os.rename(partial, final)
     sync(final.parent)
     run = final.parent.parent
-    # Renamed first: a removal cut short must not leave what looks complete.
-    return [set_aside(run, name) for name in valid_names(run)[KEEP:]]
+    for name in valid_names(run)[KEEP:]:
+        # Renamed first: a removal cut short must not leave what looks complete. What stays is
+        # removed before the next write, and refused there if need be.
+        shutil.rmtree(set_aside(run, name), ignore_errors=True)
 
 
 def set_aside(run: Path, name: str) -> Path:

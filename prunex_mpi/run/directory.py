@@ -7,13 +7,11 @@ import json
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from filelock import FileLock, Timeout
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError
@@ -41,7 +39,6 @@ from prunex_mpi.base.schema import check_summary, read_json
 
 # How a run ends that has come to its end.
 COMPLETE = ("completed", "converged")
-LENGTH = "outer-iterations"
 # For who only looks whether a run is held to let go of its lock.
 LOOKED_AT_S = 2.0
 
@@ -96,20 +93,16 @@ def is_held(run: Path) -> bool:
 class RunDirectory:
     """The files of one run, which one job at a time holds; only world rank 0 makes one.
 
-    `config` is the text of config.toml. A run that is to `resume` keeps its own, but for a larger
-    number of outer iterations, where that is given as its `length`. Raises UserError when `path`
-    can't be written, when another job holds it, when it already holds a run, unless that one is to
-    resume, and when that is complete and has no checkpoint from which it could become longer.
+    `config` is the text of config.toml. A run that is to `resume` keeps its own. Raises UserError
+    when `path` can't be written, when another job holds it, and when it already holds a run, unless
+    that one is to resume.
     """
 
-    def __init__(self, path: Path, config: str, resume: bool = False, length: int = 0) -> None:
+    def __init__(self, path: Path, config: str, resume: bool = False) -> None:
         self.path = path
         self.config = config
-        # What the run's length was, where this job makes it longer.
-        self.former_length = 0
         self.records = {name: FileRecord() for name in LINES}
         self.lock = FileLock(path / "lock", timeout=LOOKED_AT_S)
-        self.removal: threading.Thread | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             # FileLock takes any failure to make its file for a lock that is held.
@@ -121,7 +114,6 @@ class RunDirectory:
             file = path / "config.toml"
             if resume and file.exists():
                 self.config = read_text(file)
-                self._lengthen(length)
             elif file.exists():
                 raise _held(path)
             elif any((path / name).exists() for name in (*LINES, "checkpoints")):
@@ -137,51 +129,9 @@ class RunDirectory:
         except OSError as error:
             raise _unusable(path, error) from None
 
-    def _lengthen(self, length: int) -> None:
-        """Put a larger number of outer iterations into the configuration, not yet into its file."""
-        table = tomllib.loads(self.config) if length else {}
-        if length <= table.get(LENGTH, length):
-            return
-        checkpoints = (self.path / "checkpoints").glob("*-iteration-*-step-*[0-9]/manifest.json")
-        if self.complete() and not any(checkpoints):
-            raise UserError(
-                f"{self.path} is complete and has no checkpoint to go on from; begin another run "
-                f"with its weights: --init-from {self.path}"
-            )
-        self.former_length = table[LENGTH]
-        # Shares that are given again are of the length that they were resolved by.
-        asked = {LENGTH: table[LENGTH], **table.get("asked", {})}
-        self.config = tomli_w.dumps({**table, LENGTH: length, "asked": asked})
-
-    def keep_length(self) -> None:
-        """Write the configuration of a run that has become longer; raise OSError."""
-        if self.former_length:
-            write_durably(self.path / "config.toml", self.config)
-
     def close(self) -> None:
         """Let other jobs have the run."""
-        self.finish_removals()
         self.lock.release()
-
-    def remove_later(self, folders: list[Path]) -> None:
-        """Remove folders while training goes on: gigabytes take as long to free as to write."""
-
-        def remove() -> None:
-            for folder in folders:
-                # What stays is removed before the next write, and refused there if need be.
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(folder)
-
-        self.finish_removals()
-        if folders:
-            self.removal = threading.Thread(target=remove, name="removal", daemon=True)
-            self.removal.start()
-
-    def finish_removals(self) -> None:
-        """Wait until what was to be removed is."""
-        if self.removal is not None:
-            self.removal.join()
-        self.removal = None
 
     def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
         """Append one JSON object per line to the file `name`; only LINES are in checkpoints."""
@@ -240,8 +190,8 @@ class RunDirectory:
             return [json.loads(line) for line in file]
 
     def complete(self) -> bool:
-        """Return whether the run has come to its end, and is not to become longer."""
-        return not self.former_length and read_summary(self.path).get("status") in COMPLETE
+        """Return whether the run has come to its end."""
+        return read_summary(self.path).get("status") in COMPLETE
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the software that began the run."""
@@ -307,23 +257,6 @@ def new_folder(name: str) -> str:
             # Who opens the run says why.
             pass
         return path
-
-
-def same_run(config: str, later: str) -> bool:
-    """Return whether two texts of config.toml are of the same run, which may have become longer."""
-    if config == later:
-        return True
-    try:
-        before, after = tomllib.loads(config), tomllib.loads(later)
-        longer = before.pop(LENGTH) <= after.pop(LENGTH)
-        for table in (before, after):
-            # What was asked for first, where the run has become longer.
-            asked = table.pop("asked", {})
-            asked.pop(LENGTH, None)
-            table["asked"] = asked
-    except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError):
-        return False
-    return longer and before == after
 
 
 def read_summary(run: Path) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from prunex_mpi.pruning.compaction import count_kept, ends_of_parts
 from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
-from prunex_mpi.run.pretrained import check_initial
 from prunex_mpi.run.problem import CPU, find_inputs, make_model
 from prunex_mpi.settings.fields import Settings, known_freeze
 from prunex_mpi.settings.values import AUTO
@@ -32,9 +31,8 @@ from prunex_mpi.settings.values import AUTO
 def dry_run(settings: Settings, topology: Topology, known: Known = NOTHING_KNOWN) -> str:
     """Return the settings and the payload per outer iteration, or per step, without training.
 
-    Exact for one kind of group under `vote`; for compositions and before the freeze under `or` the
-    masks decide, and the text says so. `known` is what ranks have read of the data set already. No
-    communication.
+    Exact but where trained masks decide, which the text says. `known` is what ranks have read of
+    the data set already. No communication.
     """
     return f"{forecast(settings, topology, known)}\n\n{differing_settings(settings)}"
 
@@ -58,8 +56,6 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     inputs = find_inputs(Request.of(settings), known)
     model = make_model(settings, inputs)
     find_losses(settings, inputs.classes, CPU)
-    if settings.init_from and topology.world.rank == 0:
-        check_initial(settings, model, inputs)
     layout = build_layout(model)
     parameter = next(model.parameters())
     bn_modules = batchnorm.find(model)
@@ -109,42 +105,27 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         between = ring_bytes(topology.num_peers, payloads[final])
         what = " at the keep ratio" if groups.total else ""
         rows.append((f"sent by a rack per outer iteration{what}", _size_of(between)))
-    if settings.fragments > 1:
-        rows.append(("parts", _parts(settings, *planned(1.0), size)))
     return format_lines(rows)
 
 
 def _payload_rows(
-    settings: Settings, groups: Groups, sizes: tuple[int, int, int], total: int, rounds: int
+    settings: Settings, groups: Groups, sizes: tuple[int, int, int], total: int, outer: int
 ) -> list[tuple[str, str]]:
     """Return what a leader hands over in phase 4, from bytes.
 
     Of the `sizes` the first is the whole model as it is; the others, in the format of the payload,
-    are one outer iteration's before and after the keep ratio falls. `total` is that of all
-    `rounds` outer iterations.
+    are one outer iteration's before and after the keep ratio falls. `total` is that of all `outer`
+    iterations.
     """
-    (dense, first, final), outer = sizes, rounds
-    _, many = _rounds(settings)
-    quality = _quality(settings, groups)
-    each, over_the_run = "payload per outer iteration", f"payload over {many}"
-    whole = _size_of(dense)
-    whole_run = _size_of(dense * outer)
-    if settings.payload == "fp32":
-        if not groups.total:
-            return [(f"{each}, dense", whole), (over_the_run, _size_of(total))]
-        return [
-            (f"dense {each}", whole),
-            (f"{each} at the keep ratio", f"{_share_of(final, dense)} of dense{quality}"),
-            (over_the_run, f"{_size_of(total)}, dense {whole_run}{quality}"),
-        ]
-    rows = [
-        (f"dense {each}, fp32", whole),
-        ("payload", f"{settings.payload} between two or more nodes, scales included"),
-        (f"{each}, dense", f"{_share_of(first, dense)} of fp32"),
-        (f"{each} at the keep ratio", f"{_share_of(final, dense)} of dense fp32{quality}"),
-        (over_the_run, f"{_share_of(total, dense * outer)} of dense fp32, {whole_run}{quality}"),
-    ]
-    return rows if groups.total else [*rows[:3], rows[4]]
+    dense, first, final = sizes
+    each, about = "payload per outer iteration", _about(settings, groups)
+    rows = [(f"dense {each}", _size_of(dense))]
+    if settings.payload != "fp32":
+        rows.append((f"{each}, {settings.payload}", _share_of(first, dense)))
+    if groups.total:
+        rows.append((f"{each} at the keep ratio", f"{_share_of(final, dense)}{about}"))
+    over = f"{_share_of(total, dense * outer)}, {_size_of(dense * outer)}{about}"
+    return [*rows, (f"payload over {_rounds(settings)[1]}", over)]
 
 
 def parted_in(settings: Settings, outer: int) -> set[int]:
@@ -167,15 +148,6 @@ def sizes_of_parts(settings: Settings, numel: int, statistics: int, size: int) -
         message_bytes(settings.payload, numel, extra, size)
         for numel, extra in zip(numels, carried, strict=True)
     ]
-
-
-def _parts(settings: Settings, numel: int, statistics: int, size: int) -> str:
-    """Return how the message leaves in parts: the peak of the link."""
-    count, largest = settings.fragments, max(sizes_of_parts(settings, numel, statistics, size))
-    steps = settings.local_steps
-    distance = f"every {steps / count:g} local steps" if steps else f"{count} times per interval"
-    once = ", once the masks are frozen" if settings.method.consensus else ""
-    return f"{count}, one {distance}{once}: {_size_of(largest)} at most; all at once at the end"
 
 
 def _rounds(settings: Settings) -> tuple[int, str]:
@@ -215,8 +187,8 @@ def _of_own_exchange(
         dense = (layout.numel + statistics) * size
         whole, share = dense * outer, _share_of(payload * outer, dense * outer)
         rows += [("dense payload per outer iteration", _size_of(dense))]
-        rows += [("payload per outer iteration", f"{_share_of(payload, dense)} of dense ({how})")]
-        rows += [(f"payload over {outer} outer iterations", f"{share} of dense, {_size_of(whole)}")]
+        rows += [("payload per outer iteration", f"{_share_of(payload, dense)} ({how})")]
+        rows += [(f"payload over {outer} outer iterations", f"{share}, {_size_of(whole)}")]
     messages = [
         ("message", f"{what}: {operation} over {comm}, {operand}")
         for what, comm, operation, operand in exchange.OPERATIONS
@@ -224,21 +196,19 @@ def _of_own_exchange(
     return format_lines([*rows, *messages, *after])
 
 
-def _quality(settings: Settings, groups: Groups) -> str:
-    """Return, in brackets, in what the figures may differ from those of a run."""
-    caveats = []
-    if len(groups.kinds) > 1:
-        caveats.append("less, where the groups of a composition overlap")
-    if settings.keep_by != "groups":
-        caveats.append("about, since trained scores decide how the budget is spent")
-    if settings.fragments > 1 and settings.method.consensus and not known_freeze(settings):
-        caveats.append("about, since the drift of the masks decides when parts begin")
-    shrinking = settings.method.consensus and not settings.method.flat
-    if shrinking and "pattern" in settings.groups and settings.keep_ramp_iterations > 1:
-        caveats.append("about while the keep ratio falls, since two patterns share 1 or 2 weights")
-    if shrinking and settings.mask_agreement == "or":
-        caveats.append("more before the freeze, since a union of masks may hold more groups")
-    return f" ({'; '.join(caveats)})" if caveats and groups.total else ""
+def _about(settings: Settings, groups: Groups) -> str:
+    """Return, in brackets, that trained masks may make the figures of a run others, or ""."""
+    consensus = settings.method.consensus and not settings.method.flat
+    ramp = settings.keep_ramp_iterations > 1
+    decided = (
+        len(groups.kinds) > 1
+        or settings.keep_by != "groups"
+        or (consensus and settings.mask_agreement == "or")
+        or (consensus and settings.fragments > 1 and not known_freeze(settings))
+        # Two patterns of a kernel share one or two weights.
+        or (consensus and ramp and "pattern" in settings.groups)
+    )
+    return " (about: trained masks decide)" if decided and groups.total else ""
 
 
 def _what_runs(
@@ -254,7 +224,7 @@ def _what_runs(
 
 
 def _share_of(nbytes: int, whole: int) -> str:
-    return f"{_size_of(nbytes)}, {100 * nbytes / whole:.1f} %"
+    return f"{_size_of(nbytes)}, {100 * nbytes / whole:.1f} % of dense"
 
 
 def _size_of(nbytes: int) -> str:

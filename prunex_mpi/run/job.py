@@ -93,14 +93,14 @@ def run(
         known = share_contents(world, request, heartbeat)
         start.look_at_model(world, settings, known, heartbeat)
         dataset = load_dataset(topology, request, heartbeat, place.device, known)
-        wanted, restores = checkpoint.find_newest(world, settings)
-        around = topology, wanted, dataset, place.device, transport, heartbeat
+        restores = checkpoint.has_checkpoint(world, settings)
+        around = topology, settings, dataset, place.device, transport, heartbeat
         context = start.assemble(*around, reads=not restores)
         log.info("%s", start.describe_training(context, dataset, world.size))
         start.log_warnings(world, context)
         heartbeat.beat(3)
 
-        config = to_toml(context.settings, versions, wanted)
+        config = to_toml(context.settings, versions, settings)
         held = open_run(world, context.settings, config, again)
         with closing(dataset), held as (path, files):
             run_collectively(world, lambda: watchdog.share(path / "heartbeats", world.size))
@@ -121,7 +121,7 @@ def run(
                     tell(topology, files, context, kept)
             if kept:
                 begin(topology, context, str(path), kept)
-            checkpoints = Checkpoints(settings.checkpoint_every, received)
+            checkpoints = Checkpoints(settings.checkpoint_every)
             if kept and kept.too_few:
                 write_checkpoint(topology, files, context, checkpoints)
                 status, reason = "preempted", f"{kept.loss.describe()} lost: --min-nodes"
@@ -152,7 +152,7 @@ def run(
                 print_result(closing_table(totals, path))
 
             # Nobody leaves while another may still need the job.
-            run_on_root(world, lambda: files.finish_removals())
+            world.Barrier()
             return code
 
 
@@ -176,7 +176,7 @@ def open_run(
             if takes_over:
                 # A lost rank that is stopped on another machine holds its lock still.
                 (path / "lock").unlink(missing_ok=True)
-            held = RunDirectory(path, config, settings.resume, settings.outer_iterations)
+            held = RunDirectory(path, config, settings.resume)
             files = exits.enter_context(closing(held))
             files.make_folder("heartbeats")
             return files

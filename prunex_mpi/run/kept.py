@@ -119,9 +119,7 @@ class InMemoryCheckpoint:
 
 def begin(topology: Topology, context: RunContext, path: str, kept: InMemoryCheckpoint) -> None:
     """Note who is there, and how to go on with the run in `path`. Collective on `world`."""
-    problem = context.problem
-    colours = {"image_mean": tuple(problem.mean.tolist()), "image_std": tuple(problem.std.tolist())}
-    kept.settings = replace(context.settings, run_dir=path, resume=True, **colours)
+    kept.settings = replace(context.settings, run_dir=path, resume=True)
     me = topology.world.rank, topology.node_index
     here = json.dumps([*me, socket.gethostname(), os.getpid(), born(os.getpid())])
     lines = broadcast_json(topology.world, gather_text(topology.world, here))

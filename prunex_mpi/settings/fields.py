@@ -41,7 +41,7 @@ class Settings:
     """
 
     _setting = partial(setting, "model")
-    preset: str = _setting("named set of defaults, see --help presets", "recipe", choices=PRESETS)
+    preset: str = _setting("named set of defaults", "recipe", choices=PRESETS)
     method: Method = dataclasses.field(metadata=NOT_A_SETTING)
     model: str = _setting(
         "resnet20 (resnet20-w8: half as wide), resnet18, ..., a torchvision classifier, "

@@ -96,9 +96,6 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
     def watched(*arguments: object) -> Iterator[dict]:
         for record in real(*arguments):
             if record["iteration"] in (WARM, iterations):
-                if files is not None:
-                    # The thread that removes old checkpoints has files open.
-                    files.finish_removals()
                 samples.append((resident_bytes(), held()))
             yield record
 
@@ -116,7 +113,7 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
         received = ReceivedSignal()
         with stop_agreement(topology.world, received, None) as stop:
             context = RunContext(state, problem, settings, transport, heartbeat, stop)
-            around = topology, files, context, Checkpoints("10", received)
+            around = topology, files, context, Checkpoints("10")
             with closing(progress_of(topology, context)) as progress:
                 status = iterate(*around, progress, None)
     assert status == "completed"

@@ -225,20 +225,15 @@ def test_round_trip_through_the_file_of_a_run(tmp_path, flags):
 
 
 def test_the_file_of_a_run_repeats_it_elsewhere(tmp_path):
-    """Else who repeats a run writes into its folder, or makes it longer."""
+    """Else who repeats a run writes into its folder."""
     settings = parse(["--run-dir", str(tmp_path), "--resume", "--seed", "3"])
     assert (settings.run_dir, settings.resume) == (str(tmp_path), True)
     path = tmp_path / "config.toml"
     path.write_text(to_toml(settings, {"torch": "2.4"}), encoding="utf-8")
-    lines = []
-    again = parse(["--config", str(path), "--outer-iterations", "100"], lines.append)
+    again = parse(["--config", str(path), "--outer-iterations", "100"])
     assert (again.run_dir, again.resume, again.seed) == ("", False, 3)
-    (line,) = lines
-    assert str(path) in line and "another folder, without its run-dir and resume" in line
-    # Who says where it shall lie need not be told, and a run is gone on with by its folder.
-    other = parse(["--config", str(path), "--run-dir", "other"], lines.append)
+    other = parse(["--config", str(path), "--run-dir", "other"])
     assert (other.run_dir, other.resume) == ("other", False)
-    assert len(lines) == 1
     with pytest.raises(UserError, match="--resume needs --run-dir"):
         parse(["--config", str(path), "--resume"])
     assert parse(["--config", str(path), "--run-dir", str(tmp_path), "--resume"]) == settings
@@ -252,8 +247,7 @@ def test_the_file_of_a_run_repeats_it_elsewhere(tmp_path):
         parse([*on, "--tokenizer", "chars"])
     # A file that was not written by a run says what it likes.
     mine = write(tmp_path, f"run-dir = '{tmp_path}/new'\nresume = true")
-    assert parse(["--config", mine], lines.append).resume
-    assert len(lines) == 1
+    assert parse(["--config", mine]).resume
 
 
 # ---------------------------------------------------------------------------------------------
@@ -270,15 +264,6 @@ def test_every_method_runs_without_further_flags_and_reads_its_file_back(tmp_pat
     path = write(tmp_path, to_toml(settings, {}))
     assert parse(["--config", path]) == settings
     assert with_overrides(settings, seed=3).options == settings.options
-
-
-def test_the_file_of_a_run_by_another_method_says_what_does_not_count(tmp_path):
-    path, lines = write(tmp_path, to_toml(make("paper", lr=0.3), {})), []
-    dense = parse(["--config", path, "--method", "dense", "--outer-iterations", "9"], lines.append)
-    assert (dense.lr, dense.batch_size, dense.outer_iterations) == (0.3, 128, 9)
-    assert dense.penalty == make().penalty
-    (line,) = lines
-    assert "of a run by prunex; what means nothing to dense does not count: comm-share" in line
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -359,18 +344,16 @@ def test_a_resumed_run_may_be_given_what_was_asked_for_and_measured_otherwise(tm
         goes_on = dataclasses.replace(measured, resume=True, run_dir=str(tmp_path))
         assert parse([*again, *flags]) == parse(again) == goes_on
         assert parse([*again, "--local-steps", "12"]) == goes_on
-        longer = [*again, *flags[:-1], "400"]
-        assert parse(longer) == dataclasses.replace(goes_on, outer_iterations=400)
         for other, words in (
             (["--evaluate-every", "9"], "--evaluate-every 9 differs from the run's 38"),
             (["--local-steps", "13"], "--local-steps 13 differs from the run's 12"),
             (["--local-epochs", "1"], "--local-epochs"),
-            (["--outer-iterations", "39"], "39 is fewer than the run's"),
+            (["--outer-iterations", "39"], "--outer-iterations 39 differs from the run's"),
         ):
             assert_refused(lambda given=(*again, *other): parse([*given]), words)
         by_epochs = [*again, *flags[:-2], "--epochs"]
         assert parse([*by_epochs, "32"]) == goes_on
-        assert_refused(lambda given=by_epochs: parse([*given, "50"]), "give outer-iterations")
+        assert_refused(lambda given=by_epochs: parse([*given, "50"]), "--outer-iterations 100")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +366,6 @@ def test_a_resumed_run_may_be_given_what_was_asked_for_and_measured_otherwise(tm
         ("local-steps = 4", "--local-steps 0"),
         ("outer-iterations = 20", "--epochs 8"),
         ("epochs = 8", "--outer-iterations 20"),
-        (to_toml(make(method="prunex"), {}), "--method dense"),
     ],
 )
 def test_a_resumed_run_takes_the_command_that_has_started_it(tmp_path, text, flags):
@@ -400,8 +382,7 @@ def test_a_resumed_run_may_be_given_its_length_in_epochs(tmp_path):
     (tmp_path / "config.toml").write_text(to_toml(settings, {}), encoding="utf-8")
     again = [*run, "--resume", "--epochs"]
     assert settings.outer_iterations == parse([*again, "4"]).outer_iterations == 16
-    assert parse([*again, "8"]).outer_iterations == 32
-    assert_refused(lambda: parse([*again, "3"]), "12 is fewer than the run's 16")
+    assert_refused(lambda: parse([*again, "3"]), "--outer-iterations 12 differs from the run's 16")
     assert_refused(lambda: parse([*again, "8", "--outer-iterations", "9"]), "both given")
 
 
@@ -485,7 +466,7 @@ BAD_FLAGS = [
     ("--epochs 3 --outer-iterations 5", "epochs and outer-iterations are both given"),
     ("--epochs 3 --local-steps 5", "epochs: how many local-steps"),
     ("--epochs 2000000", "epochs 2000000: outer-iterations must be at most 1000000, not 8000000"),
-    ("--help rivals", "--help 'rivals': there is no such group or method"),
+    ("--help rivals", "--help 'rivals': give --help for the first flags, --help all"),
     ("--method prunex-flat --ranks-per-node 2", "every rank is a node of its own"),
     ("--method prunex-flat --rho2 0.1", "rho2 means nothing to method prunex-flat"),
     ("--method prunex-flat --mask-agreement or", "mask-agreement means nothing to method"),
@@ -645,14 +626,4 @@ def test_help_shows_few_flags_first_and_all_when_asked(capsys):
     assert "--keep-ratio X [X ...]" in everything and "[0.5]" in everything
     assert "{filter,channel,shape,kernel,pattern,coupled}" in everything
     assert "method dgc: deep gradient compression" in everything
-    sparsity = help_of(capsys, "--help", "sparsity")
-    assert "--freeze-drift" in sparsity and "--batch-size" not in sparsity
-    own = help_of(capsys, "--help", "dgc")
-    assert "--dgc-warmup-epochs N|P/Q|auto" in own and "[auto]" in own and "--lr" not in own
-
-
-def test_help_tells_what_presets_change(capsys):
-    text = help_of(capsys, "--help", "presets")
-    assert all(f"{preset}: " in text for preset in PRESETS)
-    _, _, thin = text.partition("\nthin: ")
-    assert "--payload int4" in thin and "--outer-iterations" not in thin.partition("\n\n")[0]
+    assert "--dgc-warmup-epochs N|P/Q|auto" in everything and "[auto]" in everything

@@ -213,7 +213,7 @@ def told_by_dry_run(settings: Settings) -> Told:
     else:
         nbytes = number(f"payload over {outer} outer iterations")
     exact = 1.001
-    about = 1.06 if "(about," in text else exact
+    about = 1.06 if "(about" in text else exact
     parameters = int(re.search(r"^model .*?([\d,]+) parameters", text, re.M)[1].replace(",", ""))
     most = 1.5 if "more in the warm-up" in text else about
     return Told(parameters, outer * steps, steps, nbytes / about, nbytes * most)

@@ -15,7 +15,7 @@ from prunex_mpi.config.resolve import (
     OWNER,
     defaults,
     methods_of,
-    preset_comment,
+    preset_text,
     preset_values,
 )
 from prunex_mpi.settings.fields import PRESETS, key_of
@@ -81,7 +81,8 @@ def presets() -> Iterator[str]:
     for preset in PRESETS:
         differing = {n: v for n, v in preset_values(preset).items() if recipe.get(n) != v}
         sets = ", ".join(f"`--{key_of(n)} {cli.shown(n, v)}`" for n, v in differing.items())
-        about = " ".join(preset_comment(preset).split())
+        lines = preset_text(preset).splitlines()
+        about = " ".join(line.removeprefix("# ") for line in lines[: lines.index("")])
         yield f"- **`{preset}`**: {about} {sets}\n".replace(" \n", "\n")
 
 

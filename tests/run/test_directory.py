@@ -109,17 +109,6 @@ def test_a_folder_in_place_of_a_file_is_told(tmp_path):
         RunDirectory(tmp_path, "").rewind({})
 
 
-def test_what_is_removed_meanwhile_is_waited_for(tmp_path):
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / "file").touch()
-    run = RunDirectory(tmp_path / "run", "")
-    run.remove_later([old])
-    run.finish_removals()
-    assert not old.exists()
-    run.close()
-
-
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "config.toml"])
 def test_a_link_in_a_run_directory_leads_nowhere(tmp_path, name):
     """In a folder that a group shares, anybody may have made it."""

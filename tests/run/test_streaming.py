@@ -17,11 +17,12 @@ from small_runs import small_run
 
 from prunex_mpi import train
 from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.files import tomllib
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.core.evaluation import estimate_statistics
 from prunex_mpi.methods import pactrain
 from prunex_mpi.methods.pactrain import batches_to_score
-from prunex_mpi.run import checkpoint_files, problem, supervision
+from prunex_mpi.run import problem, supervision
 from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
@@ -88,8 +89,8 @@ def test_a_stream_that_was_left_goes_on_exactly(tmp_path, run):
 def test_a_run_that_goes_on_has_the_colours_it_began_with(tmp_path, run, monkeypatch):
     """Other ranks would measure others, on other images."""
     assert run("run", "--time-limit", "1") == 75
-    names = checkpoint_files.valid_names(tmp_path / "run")
-    mean, std = checkpoint_files.read_manifest(tmp_path / "run", names[0])["colours"]
+    table = tomllib.loads((tmp_path / "run/config.toml").read_text())
+    mean, std = table["image-mean"], table["image-std"]
     monkeypatch.setattr(problem, "measure_colours", Mock(side_effect=AssertionError))
     again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
     assert train.main(again) == 0

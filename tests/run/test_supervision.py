@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from mpi4py import MPI
 
 from prunex_mpi import train
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm import preemption
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation, steps
@@ -222,7 +220,7 @@ def test_a_complete_run_is_left_alone(tmp_path, capfd):
 
 
 def test_a_run_that_had_converged_only_writes_what_is_missing(tmp_path):
-    """Its job ended between the last checkpoint and summary.json; a longer run does go on."""
+    """Its job ended between the last checkpoint and summary.json."""
     flags = ["--freeze-iteration", "0", "--warmup-iterations", "1", "--keep-ramp-iterations", "1"]
     flags += ["--eps-abs", "1000", "--eps-rel", "1000"]
     assert run(tmp_path, *flags) == 0
@@ -232,9 +230,6 @@ def test_a_run_that_had_converged_only_writes_what_is_missing(tmp_path):
     assert train.main([*MODEL, "--run-dir", str(tmp_path), "--resume"]) == 0
     assert status(tmp_path) == "converged"
     assert (repeatable_metrics(tmp_path), (tmp_path / "state.safetensors").read_bytes()) == before
-    again = [*MODEL, "--run-dir", str(tmp_path), "--resume", "--outer-iterations", "7"]
-    assert train.main(again) == 0
-    assert [record["iteration"] for record in repeatable_metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_automatic_checkpoints_cost_little(monkeypatch):
@@ -246,22 +241,20 @@ def test_automatic_checkpoints_cost_little(monkeypatch):
         now[0] += 2.0
 
     monkeypatch.setattr(supervision.checkpoint, "save", save)
-    checkpoints, written = Checkpoints("auto", ReceivedSignal()), []
+    checkpoints, written = Checkpoints("auto"), []
     for iteration in range(1, 1001):
         now[0] += 7.0
         if checkpoints.due(iteration):
-            position = SimpleNamespace(iteration=iteration + 1)
-            checkpoints.save(None, None, SimpleNamespace(state=SimpleNamespace(position=position)))
+            checkpoints.save(None, None, None)
             written.append(iteration)
     assert written[0] == 1
-    assert checkpoints.received.kept == written[-1]
     assert checkpoints.seconds == 2.0 * checkpoints.count
     assert 0.015 < checkpoints.seconds / now[0] < 0.02
 
 
 @pytest.mark.parametrize(("every", "expected"), [("off", []), ("3", [3, 6, 9]), ("4", [4, 8])])
 def test_checkpoints_are_due_as_asked(every, expected):
-    checkpoints = Checkpoints(every, ReceivedSignal())
+    checkpoints = Checkpoints(every)
     due = [i for i in range(1, 10) if checkpoints.due(i)]
     assert due == expected
 

@@ -113,13 +113,13 @@ def test_the_others_go_on_without_a_node_and_rank_0(tmp_path):
 @pytest.mark.parametrize(
     "fault",
     [
-        # Before the others know that all is said, and when they do.
-        {"at": "prunex_mpi.run.job:telling_disk_errors", "side": "after"},
-        {"at": "prunex_mpi.run.survival:leave"},
+        # Once the summary is written, before the others know; and when they do.
+        {"rank": 0, "at": "prunex_mpi.run.job:telling_disk_errors", "call": 2, "side": "after"},
+        {"rank": 1, "at": "prunex_mpi.run.survival:leave", "call": 1},
     ],
 )
 def test_a_run_that_is_over_is_not_begun_anew(fault, tmp_path):
-    code, text = run_with_fault(3, {"rank": 1, "call": 1, **fault}, [], tmp_path)
+    code, text = run_with_fault(3, fault, [], tmp_path)
     assert code == 0, text
     assert_whole(tmp_path / "run")
     assert "go on from" not in text and "Traceback" not in text

@@ -1,4 +1,4 @@
-"""Files of tensors: what the library reads, written piece by piece."""
+"""Files of tensors: the library reads what was written."""
 
 import os
 
@@ -46,8 +46,7 @@ def test_what_the_library_does_not_know_is_no_file(tmp_path):
 
 
 def test_a_file_reaches_the_disk_as_it_grows(tmp_path, monkeypatch):
-    """All but the last few pieces are on the disk before the file is whole."""
-    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 4096)
+    """All but the last piece is on the disk before the file is whole."""
     monkeypatch.setattr(tensor_file, "SYNC_BYTES", 8192)
     synced, fsync = [], os.fsync
 
