@@ -9,6 +9,13 @@ from prunex_mpi.settings import fields
 from prunex_mpi.settings.fields import Settings, key_of
 from prunex_mpi.settings.values import AUTO
 
+# With fewer local steps, momentum that is kept and DiLoCo's outer momentum drive each other.
+FEWEST_KEPT = 8
+# A rate that suits SGD: AdamW moves every weight by about as much at each step.
+HIGH_ADAMW_RATE = 0.02
+# Nothing undoes what a step that is too long does to the scale of what layers give.
+HIGH_UNSTEADY_RATE = 0.05
+
 
 def first_at_target(values: Mapping[str, Any]) -> int:
     """Return the first outer iteration with the target keep ratio."""
@@ -237,3 +244,38 @@ def _of_data(s: Settings) -> Iterator[str]:
                 f"{key_of(name)} is for image files, which {s.dataset} has none of; leave "
                 f"it away, or give --dataset {fields.FROM_FILES[0]}"
             )
+
+
+def advice(
+    settings: Settings, steps: int, lr_scale: float = 1.0, *, steady: bool = True
+) -> list[str]:
+    """Return a line for each thing that is known to go wrong with `steps` local steps.
+
+    The network is `steady` if it has BatchNorm, GroupNorm or the like.
+    """
+    lines = []
+    kept = settings.method.outer_step and settings.inner_momentum == "keep" and settings.momentum
+    if kept and settings.optimizer == "sgd" and steps < FEWEST_KEPT:
+        lines.append(
+            f"{settings.method.name} keeps the inner momentum over exchanges that are {steps} "
+            f"local steps apart: below {FEWEST_KEPT} that is stable at very small learning rates "
+            "alone; give --inner-momentum reset"
+        )
+    if settings.optimizer != "sgd" and settings.inner_momentum == "reset":
+        lines.append(
+            "adamw takes its first steps after each exchange far too short where its first moment "
+            "begins anew; give --inner-momentum keep"
+        )
+    rate = settings.lr * lr_scale
+    if settings.optimizer != "sgd" and rate > HIGH_ADAMW_RATE:
+        lines.append(
+            f"lr {rate:g} is high for {settings.optimizer}, which moves every weight by about that "
+            "much at each step; 0.001 is usual"
+        )
+    if not steady and settings.optimizer == "sgd" and rate > HIGH_UNSTEADY_RATE:
+        other = "--optimizer adamw, which is usual for transformers, or "
+        lines.append(
+            f"lr {rate:g} with sgd is for networks with BatchNorm, and this one has none: give "
+            f"{other if settings.method.optimizer else ''}a smaller --lr"
+        )
+    return lines

@@ -121,7 +121,7 @@ def run(
                     tell(topology, files, context, kept)
             if kept:
                 begin(topology, context, str(path), kept)
-            checkpoints = Checkpoints(settings.checkpoint_every)
+            checkpoints = Checkpoints(settings.checkpoint_every, received)
             if kept and kept.too_few:
                 write_checkpoint(topology, files, context, checkpoints)
                 status, reason = "preempted", f"{kept.loss.describe()} lost: --min-nodes"

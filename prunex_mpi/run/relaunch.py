@@ -6,6 +6,7 @@ When others answer again the job is asked to leave with a checkpoint, and starte
 has reached is read from its files.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -15,8 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,28 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {NAME}: {text}", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def only_launcher(run: Path) -> Iterator[None]:
+    """Hold a run among launchers for the time of the block; raise UserError where one has it.
+
+    The files by which a launcher knows its job are of one at a time.
+    """
+    with ExitStack() as exits:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            file = exits.enter_context(open(run / "launcher-lock", "ab", opener=no_links))
+        except OSError as error:
+            raise UserError(f"--run-dir {run}: {error.strerror}; choose another") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"another {NAME} keeps {run} going; end that first, or choose another --run-dir"
+            raise UserError(text) from None
+        except OSError:
+            say(f"there are no locks on the disk of {run}: start no second launcher on it")
+        yield
+
+
 def keep_going(options: Options, asked: Asked) -> int:
     """Start the job as often as it takes, until `asked` to end; return the exit code."""
     run, failures = options.run, 0
@@ -168,7 +191,7 @@ def keep_going(options: Options, asked: Asked) -> int:
     left_out: dict[str, float] = {}
     change: Change | None = None
     # No job outlives its launcher.
-    with ExitStack() as exits:
+    with only_launcher(run), ExitStack() as exits:
         while True:
             if change is not None:
                 wait_until_free(run, asked)
@@ -400,7 +423,7 @@ def wait_until_free(run: Path, asked: Asked) -> None:
 
 
 def wait_for_hosts(options: Options, asked: Asked, left_out: Mapping[str, float]) -> list[str]:
-    """Return the hosts that answer, as soon as there are enough of them; none when asked to end.
+    """Return the hosts that answer, as soon as there are enough of them; none at the end.
 
     Those that are `left_out` are taken only where it needs them.
     """
@@ -415,6 +438,10 @@ def wait_for_hosts(options: Options, asked: Asked, left_out: Mapping[str, float]
         for some in (sure(there, left_out), there):
             if len(some) >= options.min_hosts:
                 return some
+        lost = lost_to_slurm(os.environ)
+        if sum(name not in lost for name in options.hosts) < options.min_hosts:
+            say(f"Slurm has taken {', '.join(sorted(lost))} away: too few hosts are left")
+            return []
         if not told:
             say(f"{len(there)} of {len(options.hosts)} hosts answer: waiting for more")
         told, end = True, time.monotonic() + PROBE_EVERY_S
@@ -442,9 +469,7 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
     if not nodes or not tasks:
         raise UserError("which hosts? give --hosts A:RANKS,B:RANKS, or start it in a Slurm job")
     try:
-        command = ["scontrol", "show", "hostnames", nodes]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        names = done.stdout.split()
+        names = _scontrol("show", "hostnames", nodes).split()
     except (OSError, subprocess.CalledProcessError) as error:
         text = f"`scontrol show hostnames {nodes}` failed ({error}); give --hosts"
         raise UserError(text) from None
@@ -452,6 +477,29 @@ def slurm_hosts(environment: Mapping[str, str]) -> dict[str, int]:
     if len(names) != len(counts):
         raise UserError("this step has a part of its Slurm job's hosts; give --hosts A:RANKS,...")
     return dict(zip(names, counts, strict=True))
+
+
+def lost_to_slurm(environment: Mapping[str, str]) -> set[str]:
+    """Return the hosts that Slurm has taken out of the job that this is part of, for good."""
+    before, job, array, task = (
+        environment.get(f"SLURM_{x}", "")
+        for x in ("JOB_NODELIST", "JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID")
+    )
+    if not before or not job:
+        return set()
+    # Where Slurm does not tell, nothing is known to be lost.
+    with suppress(OSError, subprocess.CalledProcessError):
+        text = _scontrol("--oneliner", "show", "job", f"{array}_{task}" if array else job)
+        if now := re.search(r"\sNodeList=([^\s(]+)", text):
+            then, left = (_scontrol("show", "hostnames", x).split() for x in (before, now[1]))
+            return {*then} - {*left}
+    return set()
+
+
+def _scontrol(*words: str) -> str:
+    """Return what a command of Slurm says; raise OSError or CalledProcessError."""
+    command = ["scontrol", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def is_here(name: str) -> bool:

@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4py import MPI
 
@@ -26,6 +29,7 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
+from prunex_mpi.config.checks import advice
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
 from prunex_mpi.core.grouping import choose_rules, log_unpruned, make_groups
@@ -63,6 +67,8 @@ from prunex_mpi.run.supervision import check_exchange
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
 
+# Layers behind which weights of any size do, and learning rates of ResNets with them.
+STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
 # Of the largest output of a network, where it is computed twice.
 SAME_WITHIN = 1e-4
 # Of the epochs that a run is asked for, where whole steps make more or fewer.
@@ -207,13 +213,16 @@ def other_length(settings: Settings, steps: int, steps_per_epoch: int) -> str:
 
 
 def log_warnings(world: MPI.Comm, context: RunContext) -> None:
-    """Log on rank 0 what is not pruned, and warn where a run is another than was asked for."""
+    """Log on rank 0 what is not pruned, and warn of settings that are likely mistakes."""
     if world.rank:
         return
     log_unpruned(context.settings, context.state.groups, context.state.layout.numel)
     if context.settings.optimizer == "muon":
         log.info("%s", describe_muon(context.problem.model, context.state.layout))
     problem = context.problem
+    steady = any(isinstance(module, STEADYING) for module in problem.model.modules())
+    for line in advice(context.settings, problem.steps, problem.lr_scale, steady=steady):
+        log.warning("%s", line)
     wanted, images = context.settings.batch_size, problem.train.batch_size
     if images < wanted:
         log.warning(
@@ -367,14 +376,24 @@ def check_model(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> N
 def check_repeatable(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:
     """Raise UserError where a model of the user's computes with numbers that no file keeps.
 
-    It is built once more, by other random numbers, and given the same state.
+    It is looked at twice; and built once more, by other random numbers, and given the same state.
     """
 
     def outputs(network: torch.nn.Module) -> torch.Tensor:
         return torch.tensor(probe(network, inputs), dtype=torch.float64)
 
+    def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+        least = SAME_WITHIN * float(first.abs().max())
+        return torch.allclose(first, second, rtol=0, atol=least, equal_nan=True)
+
     with keeping_draws():
-        first, other = outputs(model), build_model(settings.model, inputs)
+        first = outputs(model)
+        if not same(first, outputs(model)):
+            raise UserError(
+                f"model {settings.model} computes something else each time, in evaluation too: "
+                "draw, or change what it holds, only while self.training"
+            )
+        other = build_model(settings.model, inputs)
         try:
             other.load_state_dict(model.state_dict())
         except RuntimeError as error:
@@ -382,9 +401,8 @@ def check_repeatable(settings: Settings, model: torch.nn.Module, inputs: Inputs)
                 f"model {settings.model} can't load its own state_dict ({one_line(error)}): give "
                 "each buffer memory of its own, by clone() after expand()"
             ) from None
-        least = SAME_WITHIN * float(first.abs().max())
-        if not torch.allclose(first, outputs(other), rtol=0, atol=least, equal_nan=True):
+        if not same(first, outputs(other)):
             raise UserError(
-                f"model {settings.model} computes something else when it is built again with the "
-                "same state_dict: draw only while self.training, and keep what is drawn in a buffer"
+                f"model {settings.model} is another one each time that it is built, with the same "
+                "state_dict: keep what it draws in a buffer, or draw it by a seed of its own"
             )

@@ -63,10 +63,13 @@ TRACED = 3
 
 
 class Checkpoints:
-    """Decide when checkpoints are due; count them in `count` and their time in `seconds`."""
+    """Decide when checkpoints are due; count them in `count` and their time in `seconds`.
 
-    def __init__(self, every: str) -> None:
-        self.every = every
+    `received` is told what is kept.
+    """
+
+    def __init__(self, every: str, received: ReceivedSignal) -> None:
+        self.every, self.received = every, received
         self.count, self.seconds, self.last_s = 0, 0.0, 0.0
         # The first one soon: it shows that there is room, and little is lost without it.
         self.ended = time.monotonic() - SHORTEST_INTERVAL_S
@@ -86,6 +89,7 @@ class Checkpoints:
         self.ended = time.monotonic()
         self.last_s = self.ended - started
         self.count, self.seconds = self.count + 1, self.seconds + self.last_s
+        self.received.kept = context.state.position.iteration - 1
 
 
 def train(
@@ -111,6 +115,9 @@ def train(
         if kept is not None:
             # What was trained before a loss is in memory: however late, it becomes a checkpoint.
             stop.went_on = kept.loss is not None and bool(kept.snapshots)
+        else:
+            # Whatever goes on does so from a checkpoint.
+            received.kept = context.state.position.iteration - 1
         received.training = True
         evaluate_initial(topology, files, context)
         try:

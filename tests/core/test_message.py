@@ -1,4 +1,4 @@
-"""The outer step of DiLoCo, and what is forgotten at an exchange."""
+"""The outer step of DiLoCo, what is said of rates and momenta, and what is forgotten."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from prunex_mpi.config.checks import FEWEST_KEPT, advice
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.exchange import VELOCITY, nesterov_, outer_memory
 from prunex_mpi.core.memory import Memory
@@ -33,6 +34,31 @@ def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum(warmup):
         torch.testing.assert_close(z, theirs.detach(), rtol=1e-13, atol=1e-13)
     kept = optimizer.state[theirs]["momentum_buffer"]
     torch.testing.assert_close(memory[VELOCITY], kept, rtol=1e-13, atol=1e-13)
+
+
+def test_what_is_known_to_go_wrong_is_said():
+    kept = make(method="diloco", inner_momentum="keep")
+    assert "--inner-momentum reset" in advice(kept, FEWEST_KEPT - 1)[0]
+    assert advice(kept, FEWEST_KEPT) == []
+    assert advice(make(method="diloco"), 1) == advice(make(method="local-sgd"), 1) == []
+    assert advice(make(method="diloco", inner_momentum="keep", momentum=0.0), 1) == []
+    adamw = make(method="prunex", optimizer="adamw", lr=0.008)
+    assert advice(adamw, 9) == []
+    assert "lr 0.032 is high for adamw" in advice(adamw, 9, lr_scale=4.0)[0]
+    assert advice(make(method="diloco", optimizer="adamw"), 16) == []
+    (line,) = advice(make(method="diloco", optimizer="adamw", inner_momentum="reset"), 16)
+    assert "give --inner-momentum keep" in line
+    (line,) = advice(make(method="qsr", optimizer="adamw", lr=0.2), 4)
+    assert "lr 0.2 is high for adamw" in line
+    assert advice(make(method="qsr", optimizer="adamw"), 4) == []
+    (line,) = advice(make(method="dense"), 9, steady=False)
+    assert "lr 0.2 with sgd" in line
+    assert "--optimizer adamw" in line
+    (line,) = advice(make(method="dgc", lr=0.025), 9, lr_scale=4.0, steady=False)
+    assert "lr 0.1 with sgd" in line
+    assert "adamw" not in line
+    for changes in ({"lr": 0.05}, {"optimizer": "adamw", "lr": 0.01}, {"method": "lion"}):
+        assert advice(make(**changes), 9, steady=False) == []
 
 
 def adamw_over(gradient: list[float], **settings: object) -> tuple[OptimizerMemory, nn.Parameter]:

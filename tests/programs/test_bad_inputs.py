@@ -179,7 +179,7 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "--model odd_models:_rank": (USAGE, ("odd_models:_rank", "TypeError")),
     "--model odd_models:more_while_training": (USAGE, ("returns tuple while it trains", "--loss")),
     "--model odd_models:centred": (USAGE, ("training moves 1.mean", "persistent=True")),
-    "--model odd_models:draws": (USAGE, ("odd_models:draws computes something else", "buffer")),
+    "--model odd_models:draws": (USAGE, ("odd_models:draws is another one each time", "buffer")),
     "--model odd_models:noisy": (USAGE, ("odd_models:noisy computes something else", "training")),
     "--model odd_models:expanded": (USAGE, ("odd_models:expanded can't load", "clone()")),
     "--model odd_models:without_values": (USAGE, ("0.weight of the model is meta",)),

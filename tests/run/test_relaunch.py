@@ -16,7 +16,7 @@ import pytest
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.signals import Asked
 from prunex_mpi.run import relaunch
-from prunex_mpi.run.relaunch import parse, read_hosts, slurm_hosts
+from prunex_mpi.run.relaunch import lost_to_slurm, parse, read_hosts, slurm_hosts
 
 HOSTS = ("a", "b", "c")
 # What a job does, by words: `it 3` makes outer iteration 3 and its checkpoint, `bare 3` without the
@@ -175,6 +175,17 @@ def test_the_number_of_a_job_that_has_ended_is_not_free_for_others():
         time.sleep(0.01)
     os.kill(job.pid, 0)
     assert job.wait() == 0 and relaunch.has_ended(job)
+
+
+def test_a_second_launcher_is_refused():
+    """The first one's job would take the loss of its records for its own end."""
+    Path("run/heartbeats").mkdir(parents=True)
+    (record := Path("run/heartbeats/rank-0")).touch()
+    refused = pytest.raises(UserError, match=r"another prunex_mpi.elastic keeps run going")
+    with relaunch.only_launcher(Path("run")), refused:
+        go("it 1, exit 1", "end 0")
+    assert record.exists() and not Path("starts").exists()
+    assert go("end 0") == 0
 
 
 def test_a_host_that_answers_and_can_not_run_is_left_out(capfd):
@@ -345,3 +356,18 @@ def test_slurm_tells_hosts(scontrol):
         slurm_hosts({**found, "SLURM_TASKS_PER_NODE": "4"})
     with pytest.raises(UserError, match=r"`scontrol show hostnames n9` failed .*; give --hosts"):
         slurm_hosts({**found, "SLURM_JOB_NODELIST": "n9"})
+
+
+def test_slurm_tells_which_hosts_it_has_taken(scontrol):
+    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_ID": "7"}
+    task = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
+    assert lost_to_slurm({**job, **task}) == {"n1", "n2"}
+    # Where it does not tell none is.
+    assert [lost_to_slurm(x) for x in ({}, job, {**job, "SLURM_JOB_ID": "8"})] == [set()] * 3
+
+
+def test_too_few_hosts_that_slurm_has_left_are_not_waited_for(monkeypatch, capfd):
+    monkeypatch.setattr(relaunch, "lost_to_slurm", lambda _: {"a", "b"})
+    assert go("down a, down b, it 1, exit 1", flags="--min-hosts 2") == 75
+    assert len(starts()) == 1
+    assert "Slurm has taken a, b away: too few hosts are left" in capfd.readouterr().err

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from mpi4py import MPI
 
 from prunex_mpi import train
 from prunex_mpi.base.heartbeat import Heartbeat
+from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm import preemption
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation, steps
@@ -241,20 +243,22 @@ def test_automatic_checkpoints_cost_little(monkeypatch):
         now[0] += 2.0
 
     monkeypatch.setattr(supervision.checkpoint, "save", save)
-    checkpoints, written = Checkpoints("auto"), []
+    checkpoints, written = Checkpoints("auto", ReceivedSignal()), []
     for iteration in range(1, 1001):
         now[0] += 7.0
         if checkpoints.due(iteration):
-            checkpoints.save(None, None, None)
+            position = SimpleNamespace(iteration=iteration + 1)
+            checkpoints.save(None, None, SimpleNamespace(state=SimpleNamespace(position=position)))
             written.append(iteration)
     assert written[0] == 1
+    assert checkpoints.received.kept == written[-1]
     assert checkpoints.seconds == 2.0 * checkpoints.count
     assert 0.015 < checkpoints.seconds / now[0] < 0.02
 
 
 @pytest.mark.parametrize(("every", "expected"), [("off", []), ("3", [3, 6, 9]), ("4", [4, 8])])
 def test_checkpoints_are_due_as_asked(every, expected):
-    checkpoints = Checkpoints(every)
+    checkpoints = Checkpoints(every, ReceivedSignal())
     due = [i for i in range(1, 10) if checkpoints.due(i)]
     assert due == expected
 
