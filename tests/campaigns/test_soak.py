@@ -113,7 +113,7 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
         received = ReceivedSignal()
         with stop_agreement(topology.world, received, None) as stop:
             context = RunContext(state, problem, settings, transport, heartbeat, stop)
-            around = topology, files, context, Checkpoints("10")
+            around = topology, files, context, Checkpoints("10", received)
             with closing(progress_of(topology, context)) as progress:
                 status = iterate(*around, progress, None)
     assert status == "completed"

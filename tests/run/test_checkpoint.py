@@ -34,6 +34,7 @@ from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.config.resolve import make
+from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.lasting import lasting
 from prunex_mpi.core.memory import FIRST, FROM_Z, MEAN, RANK, SUM, ZERO
@@ -69,7 +70,7 @@ RAMP = {"warmup_iterations": 1, "keep_ramp_iterations": 2}
 # Older versions of torch have none.
 MUON = "muon" if hasattr(torch.optim, "Muon") else "adamw"
 SCENARIOS = {
-    "recipe": {**RAMP, "freeze_iteration": 4},
+    "recipe": {**RAMP, "freeze_iteration": 4, "model_ema_decay": 0.75},
     "paper": dict(
         RAMP, preset="paper", freeze_iteration=5, freeze_drift=-1.0, groups=("channel", "filter")
     ),
@@ -84,7 +85,9 @@ SCENARIOS = {
     "flat": dict(
         RAMP, method="prunex-flat", freeze_iteration=4, after_freeze="admm", payload="int4"
     ),
-    "outer": dict(RAMP, freeze_iteration=5, residuals="off", node_sync="outer"),
+    "outer": dict(
+        RAMP, freeze_iteration=5, residuals="off", node_sync="outer", model_ema_decay=0.75
+    ),
     "dense": {"method": "dense"},
     "dense adamw": {"method": "dense", "optimizer": "adamw", "lr": 0.002},
     "topk": {"method": "topk", "aggregation": "hierarchical"},
@@ -129,6 +132,7 @@ SCENARIOS = {
         method="prunetrain",
         prunetrain_reconfigure_every=3,
         prunetrain_threshold=0.27,
+        model_ema_decay=0.5,
     ),
 }
 COVERED = {changes.get("method", "prunex") for changes in SCENARIOS.values()}
@@ -152,6 +156,7 @@ FEWER_BITS = {
         remove_dropped=True,
         payload="int4",
         score="gates",
+        model_ema_decay=0.75,
     ),
 }
 OVERLAPPED = {
@@ -161,6 +166,7 @@ OVERLAPPED = {
         **BEHIND,
         "freeze_iteration": 3,
         "overlap_steps": 2,
+        "model_ema_decay": 0.75,
     },
     "paper int8 behind": {
         **RAMP,
@@ -195,6 +201,7 @@ STREAMED = {
         one_shot_prune_iteration=3,
         fragments=2,
         inner_momentum="reset",
+        model_ema_decay=0.75,
     ),
     "removed int4 in parts": {
         **FEWER_BITS["removed"],
@@ -269,7 +276,7 @@ class Run:
             yield repeatable(record)
 
     def save(self, files: RunDirectory | None) -> None:
-        write_checkpoint(self.topology, files, self.context, Checkpoints("off"))
+        write_checkpoint(self.topology, files, self.context, Checkpoints("off", ReceivedSignal()))
 
     def restore(self, files: RunDirectory | None) -> checkpoint.Restored:
         if self.context.helper is not None:
@@ -308,7 +315,8 @@ def new_run(
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     groups = make_groups(settings, model, layout, Images(dataset.image_size))
     state = build_state(model, layout, groups, settings)
-    state.memory.declare(memory_of(settings, state))
+    for memory in (memory_of, memory_of_ema):
+        state.memory.declare(memory(settings, state))
     wanted = settings.overlap_steps != 0
     helper = HELPERS.enter_context(exchanging_asynchronously(topology, wanted, transport))
     context = RunContext(state, problem, settings, transport, heartbeat, helper=helper)
@@ -441,6 +449,17 @@ def test_a_run_left_between_two_local_steps_goes_on_bit_for_bit(scenario, call, 
         assert records + list(second.iterate()) == expected
         assert_same(end, second)
         assert len(expected) == (5 if scenario.startswith("qsr") else 6)
+
+
+@pytest.mark.two_ranks
+def test_the_average_takes_in_each_z_once_in_parts_too():
+    counts = []
+    for fragments in (1, 2):
+        with nodes_of(1) as topology, HELPERS:
+            run = new_run(topology, "one-shot in parts", fragments=fragments)
+            list(run.iterate())
+            counts.append(int(run.state.memory[EMA_COUNT]))
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.two_ranks
