@@ -128,42 +128,32 @@ def _load_toml(
         raise UserError(f"{where} is not a TOML file: {reason}") from None
 
 
-def build_parser() -> Parser:
-    """Return a parser with one flag per setting, grouped by subject, that converts nothing."""
+def build_parser(names: Iterable[str] = FIELDS, grouped: bool = True) -> Parser:
+    """Return a parser with a flag per setting, `grouped` by subject or not, that converts nothing.
+
+    Defaults in brackets are those of the recipe.
+    """
     parser = program_parser(
         "train",
         "Train a network on several MPI ranks and prune it while it trains.",
-        usage="%(prog)s [--config FILE] [--preset NAME] [--FLAG VALUE ...]",
+        HELP_EPILOG,
+        usage="srun %(prog)s [--config FILE] [--preset NAME] [--FLAG VALUE ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         add_help=False,
     )
     parser.add_argument(
         "--config", metavar="FILE", action="append", help="TOML file of settings; flags beat it"
     )
-    add_settings(parser, FIELDS, defaults("recipe", BY_NAME["prunex"]))
+    add_settings(parser, names, defaults("recipe", BY_NAME["prunex"]), grouped)
     return parser
 
 
 def print_help(about: str) -> None:
-    """Print the flags that matter first, or all; raise UserError for another word.
-
-    Defaults in brackets are those of the recipe.
-    """
+    """Print the flags that matter first, or all; raise UserError for another word."""
     if about not in ("", "all"):
         raise UserError(f"--help {quote(about)}: give --help for the first flags, --help all")
-    parser = Parser(
-        prog="python -m prunex_mpi.train",
-        description="Train a network on several MPI ranks and prune it while it trains.",
-        usage="srun %(prog)s [--preset NAME] [--FLAG VALUE ...]",
-        epilog=HELP_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-    )
-    if not about:
-        parser.add_argument("--config", metavar="FILE", help="TOML file of settings; flags beat it")
-    usual = defaults("recipe", BY_NAME["prunex"])
-    add_settings(parser, FIELDS if about else FIRST, usual, grouped=bool(about))
-    parser.print_help()
+    (build_parser() if about else build_parser(FIRST, grouped=False)).print_help()
 
 
 def add_settings(

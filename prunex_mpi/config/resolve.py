@@ -154,13 +154,9 @@ def _to_toml_value(name: str, value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-def preset_values(preset: str) -> dict[str, Any]:
-    """Return all values of a preset by flat name: the recipe's, and what it names beside them."""
-    return _named_by("recipe") | _named_by(preset)
-
-
 @cache
-def _named_by(preset: str) -> dict[str, Any]:
+def preset_values(preset: str) -> dict[str, Any]:
+    """Return the values that a preset names, by flat name; of all others it has the recipe's."""
     return from_table(tomllib.loads(preset_text(preset)), f"preset {preset}")
 
 
@@ -178,7 +174,7 @@ def neutral(method: Method) -> dict[str, Any]:
     """
     values = {n: field.default for n, field in FIELDS.items() if OWNER.get(n, method) is method}
     del values["epochs"]
-    return values | {n: v for n, v in _named_by("recipe").items() if n in values}
+    return values | {n: v for n, v in preset_values("recipe").items() if n in values}
 
 
 def defaults(preset: str, method: Method, optimizer: str = "", dataset: str = "") -> dict[str, Any]:
@@ -187,12 +183,12 @@ def defaults(preset: str, method: Method, optimizer: str = "", dataset: str = ""
     The optimizer and the data set are not among them, but for those that the preset names. Without
     an optimizer it is the data set's. A preset's rates are those of the optimizer that it names.
     """
-    recipe, suits = _named_by("recipe"), _named_by(preset).get("optimizer", "")
+    recipe, suits = preset_values("recipe"), preset_values(preset).get("optimizer", "")
 
     def of_method(values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if concerns(name, method)}
 
-    named = of_method(_named_by(preset))
+    named = of_method(preset_values(preset))
     if suits == "muon" and not method.suits_muon:
         named.pop("optimizer", None)
     own = of_method(DATASET_DEFAULTS.get(dataset or named.get("dataset", ""), {}))
@@ -240,7 +236,7 @@ def build(preset: str, given: Mapping[str, Any], run: Mapping[str, Any] | None =
             f"local-steps auto: {method.name} exchanges in every step; give a number, or "
             "local-epochs alone"
         )
-    dataset = _named_by(preset).get("dataset", laid.get("dataset"))
+    dataset = preset_values(preset).get("dataset", laid.get("dataset"))
     if laid.get("dataset", dataset) != dataset:
         raise UserError(
             f"preset {preset} is for dataset {dataset}; leave it or dataset {laid['dataset']} away"

@@ -19,7 +19,7 @@ from prunex_mpi.base.units import number
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name
 from prunex_mpi.diagnosis.findings import RankFacts, describe_launcher
-from prunex_mpi.diagnosis.library import SETTINGS
+from prunex_mpi.diagnosis.library import SETTINGS, THREAD_LEVELS
 from prunex_mpi.diagnosis.machine import package_versions
 from prunex_mpi.diagnosis.ranks import MUST_AGREE
 
@@ -104,13 +104,9 @@ def cores_of_the_job(environment: Mapping[str, str]) -> int:
 
 
 def thread_level() -> str:
-    """Return how many threads may call MPI: single | funneled | serialized | multiple."""
-    return {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }[MPI.Query_thread()]
+    """Return how many threads may call MPI, one of THREAD_LEVELS."""
+    levels = MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE
+    return THREAD_LEVELS[levels.index(MPI.Query_thread())]
 
 
 def gpu_identity(device: torch.device) -> str:

@@ -1,7 +1,5 @@
 """Forecast what a run would hand to MPI, without training: `--dry-run`."""
 
-from itertools import pairwise
-
 import numpy as np
 
 from prunex_mpi.base.tables import format_lines
@@ -14,17 +12,16 @@ from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.message import message_bytes
 from prunex_mpi.core.schedule import quadratic_rounds, schedule_progress
 from prunex_mpi.core.state import find_stats_groups, kept_stats
-from prunex_mpi.core.sums import BLOCK
 from prunex_mpi.data.request import NOTHING_KNOWN, Known, Request
 from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import count_kept, ends_of_parts
+from prunex_mpi.pruning.compaction import count_kept
 from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
 from prunex_mpi.run.problem import CPU, find_inputs, make_model
-from prunex_mpi.settings.fields import Settings, known_freeze
+from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO
 
 
@@ -71,27 +68,20 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
             mask[:] = True
         return count_kept(layout, groups, mask), kept_stats(mask, stats_groups).size
 
-    def message(strict: float, fragmented: bool) -> int:
-        numel, carried = planned(strict)
-        if fragmented:
-            return sum(sizes_of_parts(settings, numel, carried, size))
-        return message_bytes(settings.payload, numel, carried, size)
+    def message(strict: float) -> int:
+        # In fragments it has as many bytes: these end where blocks do.
+        return message_bytes(settings.payload, *planned(strict), size)
 
     warmup, ramp = settings.warmup_iterations, settings.keep_ramp_iterations
     if settings.method.local_sgd:
         # None of them but one-shot prunes.
         warmup, ramp = getattr(settings.options, "prune_iteration", 1) - 1, 0
-    count = _rounds(settings)[0]
-    fragmented = parted_in(settings, count)
-    run = [(schedule_progress(k, warmup, ramp), k in fragmented) for k in range(1, count + 1)]
-    # Before the freeze there are no parts.
-    first = 0.0, bool(fragmented) and not settings.method.consensus
-    final = 1.0, bool(fragmented)
-    payloads = {which: message(*which) for which in {first, final, *run}}
-    total = sum(payloads[which] for which in run)
+    run = [schedule_progress(k, warmup, ramp) for k in range(1, _rounds(settings)[0] + 1)]
+    payloads = {strict: message(strict) for strict in {0.0, 1.0, *run}}
+    total = sum(payloads[strict] for strict in run)
     dense = (layout.numel + statistics) * size
     model_row, topology_row = _what_runs(settings, topology, layout, statistics)
-    sizes = dense, payloads[first], payloads[final]
+    sizes = dense, payloads[0.0], payloads[1.0]
     payload_rows = _payload_rows(settings, groups, sizes, total, len(run))
     rows = [model_row, topology_row, *payload_rows]
     if groups.total:
@@ -102,7 +92,7 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
         if line := out_of_reach(groups, layout.numel):
             rows.append(("warning", line))
     if topology.racks:
-        between = ring_bytes(topology.num_peers, payloads[final])
+        between = ring_bytes(topology.num_peers, payloads[1.0])
         what = " at the keep ratio" if groups.total else ""
         rows.append((f"sent by a rack per outer iteration{what}", _size_of(between)))
     return format_lines(rows)
@@ -126,28 +116,6 @@ def _payload_rows(
         rows.append((f"{each} at the keep ratio", f"{_share_of(final, dense)}{about}"))
     over = f"{_share_of(total, dense * outer)}, {_size_of(dense * outer)}{about}"
     return [*rows, (f"payload over {_rounds(settings)[1]}", over)]
-
-
-def parted_in(settings: Settings, outer: int) -> set[int]:
-    """Return the outer iterations, of `outer` in all, whose message goes in parts."""
-    if settings.fragments == 1:
-        return set()
-    if settings.method.consensus:
-        # Once there are no duals.
-        known = known_freeze(settings) if settings.after_freeze == "local-sgd" else 0
-        return set(range(known + 1, outer)) if known else set()
-    return {k for k in range(1, outer) if k != getattr(settings.options, "prune_iteration", 0)}
-
-
-def sizes_of_parts(settings: Settings, numel: int, statistics: int, size: int) -> list[int]:
-    """Return the bytes of each part of a message; in fewer bits each has whole blocks."""
-    ends = [0, *ends_of_parts(numel, settings.fragments, BLOCK)]
-    numels = [end - start for start, end in pairwise(ends)]
-    carried = [0] * (settings.fragments - 1) + [statistics]
-    return [
-        message_bytes(settings.payload, numel, extra, size)
-        for numel, extra in zip(numels, carried, strict=True)
-    ]
 
 
 def _rounds(settings: Settings) -> tuple[int, str]:
@@ -204,7 +172,6 @@ def _about(settings: Settings, groups: Groups) -> str:
         len(groups.kinds) > 1
         or settings.keep_by != "groups"
         or (consensus and settings.mask_agreement == "or")
-        or (consensus and settings.fragments > 1 and not known_freeze(settings))
         # Two patterns of a kernel share one or two weights.
         or (consensus and ramp and "pattern" in settings.groups)
     )

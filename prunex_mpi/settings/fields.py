@@ -471,8 +471,3 @@ def key_of(name: str) -> str:
 def freezes(settings: Settings) -> bool:
     """Return whether the masks freeze, in an outer iteration that is known before or not."""
     return settings.freeze_iteration > 0 or settings.freeze_drift >= 0
-
-
-def known_freeze(settings: Settings) -> int:
-    """Return the outer iteration that freezes the masks, 0 where that is not known before."""
-    return settings.freeze_iteration if settings.freeze_drift < 0 else 0

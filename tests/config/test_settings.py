@@ -2,7 +2,6 @@
 
 import dataclasses
 from fractions import Fraction
-from importlib import resources
 
 import pytest
 import tomli_w
@@ -17,7 +16,6 @@ from prunex_mpi.config.resolve import (
     concerns,
     defaults,
     flat_values,
-    from_table,
     make,
     preset_values,
     resumed,
@@ -50,9 +48,7 @@ def test_every_setting_has_its_default_in_the_class_or_in_the_recipe_and_never_i
 
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "recipe"])
 def test_presets_name_what_differs_from_the_recipe_alone(preset):
-    text = resources.files("prunex_mpi.config").joinpath("presets", f"{preset}.toml")
-    named = from_table(tomllib.loads(text.read_text("utf-8")), preset)
-    recipe = preset_values("recipe")
+    named, recipe = preset_values(preset), preset_values("recipe")
     assert named
     for name, value in named.items():
         usual = recipe[name] if name in recipe else FIELDS[name].default
@@ -374,16 +370,6 @@ def test_a_resumed_run_takes_the_command_that_has_started_it(tmp_path, text, fla
     started = parse(command)
     (tmp_path / "config.toml").write_text(to_toml(started, {}), encoding="utf-8")
     assert parse(command) == started
-
-
-def test_a_resumed_run_may_be_given_its_length_in_epochs(tmp_path):
-    run = ["--run-dir", str(tmp_path)]
-    settings = parse([*run, "--epochs", "4"])
-    (tmp_path / "config.toml").write_text(to_toml(settings, {}), encoding="utf-8")
-    again = [*run, "--resume", "--epochs"]
-    assert settings.outer_iterations == parse([*again, "4"]).outer_iterations == 16
-    assert_refused(lambda: parse([*again, "3"]), "--outer-iterations 12 differs from the run's 16")
-    assert_refused(lambda: parse([*again, "8", "--outer-iterations", "9"]), "both given")
 
 
 # ---------------------------------------------------------------------------------------------
