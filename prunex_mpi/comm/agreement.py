@@ -217,6 +217,3 @@ def mean_over_ranks(world: MPI.Comm, value: float) -> float:
     buffer = np.array([value])
     sum_alike_(world, buffer)
     return float(buffer[0]) / world.size
-
-
-TAG = 7

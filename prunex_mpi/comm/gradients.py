@@ -14,7 +14,6 @@ from torch import Tensor, cuda, nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.collectives import mpi_buffer
 from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.comm.topology import library_name
@@ -154,14 +153,6 @@ class GradientAverager:
             self.requests.append(self.comm.Iallreduce(mine, total, op=MPI.SUM))
         # MPI advances outstanding reductions only inside its own calls.
         MPI.Request.Testall(self.requests)
-
-
-def several_passes() -> UserError:
-    """Return what is wrong with a model whose averager is late."""
-    return UserError(
-        "the model uses a part of its own several times by reentrant checkpointing, which "
-        "adds up gradients in several passes; give checkpoint use_reentrant=False"
-    )
 
 
 def is_queued(tensor: Tensor) -> bool:

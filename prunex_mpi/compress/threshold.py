@@ -21,8 +21,6 @@ from prunex_mpi.models.layout import Layout, Segment, matrices
 
 # A sample holds at least so many of the elements that are to be sent.
 LEAST_ABOVE = 2
-# The warm-up of the paper is 4 epochs; where it is shorter, it falls as often.
-LEAST_PARTS = 4
 # Where the threshold lets more than UPPER times the share pass, the largest of these are sent;
 # where it lets less than LOWER times the share pass, it is multiplied by LOWER, so often at most.
 UPPER, LOWER, MOST_ADAPTATIONS = 1.3, 0.8, 10
@@ -35,11 +33,6 @@ def divide(layout: Layout, ratio: float) -> tuple[list[Segment], list[Segment]]:
     """
     parts = [] if ratio == 1 else list(matrices(layout))
     return parts, [s for s in layout.segments if ratio == 1 or len(s.shape) < 2]
-
-
-def parts_of(warmup_epochs: float) -> int:
-    """Return in how many equal parts the share falls: the epochs, but 4 where they are fewer."""
-    return max(LEAST_PARTS, math.ceil(warmup_epochs)) if warmup_epochs else 0
 
 
 def ratio_in(part: int, parts: int, final: float) -> float:

@@ -13,7 +13,6 @@ decay, decoupled, serve both. All as in `torch.optim.Muon`, which multiplies mat
 everywhere: on processors without instructions for it that takes 24 times as long as float32.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from prunex_mpi.settings.fields import Settings
 
 # AdamW's, as in its paper.
 EPSILON = 1e-8
+ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")
 # What torch's optimizers call a running mean of gradients.
 FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
 # Whether the parameters of a group have weight decay, for those that are built here.
@@ -167,25 +167,24 @@ def build_optimizer(settings: Settings, model: nn.Module, layout: Layout) -> tor
         return Muon(groups, lr=lr, betas=betas, eps=EPSILON)
     if settings.optimizer == "adamw":
         adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=EPSILON, fused=True)
-        allocate_(adamw, ("exp_avg", "exp_avg_sq"), counts=True)
+        for group in adamw.param_groups:
+            allocate_(adamw, group, *ADAMW_STATE)
         return adamw
     momentum = 0.0 if settings.method.own_momentum else settings.momentum
     sgd = torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
     # The fused step leaves a buffer of its own uninitialised when fp16 skips the first step.
-    allocate_(sgd, ("momentum_buffer",) if momentum else ())
+    for group in sgd.param_groups if momentum else ():
+        allocate_(sgd, group, "momentum_buffer")
     return sgd
 
 
-def allocate_(
-    optimizer: torch.optim.Optimizer, moments: Sequence[str], counts: bool = False
-) -> None:
-    """Give the optimizer the state, zero, that it would allocate in its first step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            state.update({name: torch.zeros_like(parameter) for name in moments})
-            if counts:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+def allocate_(optimizer: torch.optim.Optimizer, group: dict[str, Any], *names: str) -> None:
+    """Give parameters the state, zero, that the optimizer would allocate in its first step."""
+    for parameter in group["params"]:
+        state = optimizer.state[parameter]
+        state.update({name: torch.zeros_like(parameter) for name in names if name != "step"})
+        if "step" in names:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -236,13 +235,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state["exp_avg"] = torch.zeros_like(parameter)
-                if not group["orthogonal"]:
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                    device = parameter.device
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            allocate_(self, group, *(("exp_avg",) if group["orthogonal"] else ADAMW_STATE))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

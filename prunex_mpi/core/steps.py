@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.counted import CountedComm
-from prunex_mpi.comm.gradients import GradientAverager, several_passes
+from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.core.state import RunContext, State, forget_momentum_, starts_from_z
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import norm
@@ -64,7 +65,11 @@ def finish_average_(context: RunContext, averager: GradientAverager | None) -> N
         return
     averager.finish_()
     if averager.late and not context.failures:
-        context.failures.append(several_passes())
+        reason = (
+            "the model uses a part of its own several times by reentrant checkpointing, which "
+            "adds up gradients in several passes; give checkpoint use_reentrant=False"
+        )
+        context.failures.append(UserError(reason))
         ask_to_stop_(context)
 
 

@@ -6,6 +6,7 @@ added after the exchange with a momentum of its own, which nobody sends (dgc/opt
 accumulates on the workers are gradients alone.
 """
 
+import math
 from fractions import Fraction
 
 import torch
@@ -129,6 +130,8 @@ def warmup_steps(context: RunContext) -> int:
 
 
 def warmup_parts(settings: Settings) -> int:
-    """Return in how many equal parts the share falls in the warm-up."""
+    """Return in how many equal parts the share falls: the epochs, but 4 where they are fewer."""
     epochs = settings.options.warmup_epochs
-    return threshold.parts_of(WARMUP_EPOCHS if epochs == AUTO else epochs)
+    if epochs == AUTO:
+        return WARMUP_EPOCHS
+    return max(WARMUP_EPOCHS, math.ceil(epochs)) if epochs else 0

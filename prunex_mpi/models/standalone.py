@@ -15,7 +15,7 @@ import json
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +371,7 @@ def resize_(model: nn.Module, sizes: Sizes, grows: bool = False) -> None:
     to share. Raises ValueError where a module lacks what is stated, or would become larger unless
     it `grows`.
     """
-    shared = _shared_parameters(model)
+    shared = names_of_shared(model.named_parameters(remove_duplicate=False))
     for name, stated in sizes.items():
         module = smaller = model.get_submodule(name)
         stated = dict(stated)
@@ -393,11 +393,11 @@ def resize_(model: nn.Module, sizes: Sizes, grows: bool = False) -> None:
             setattr(model.get_submodule(parent), attribute, model.get_parameter(first))
 
 
-def _shared_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+def names_of_shared(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    """Return the names of each tensor that has several among those `named`."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
     return [every for every in names.values() if len(every) > 1]
 
 

@@ -22,7 +22,7 @@ from prunex_mpi.base.files import CHUNK_BYTES, open_regular
 from prunex_mpi.base.schema import loads
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs, Tokens
-from prunex_mpi.models.standalone import MODEL, WITH_AUXILIARY_HEADS, fill_
+from prunex_mpi.models.standalone import MODEL, WITH_AUXILIARY_HEADS, fill_, names_of_shared
 
 # Below, `weights_only` does not keep files from executing code (CVE-2025-32434, CVE-2026-24747).
 SAFE_TORCH = (2, 10)
@@ -205,7 +205,7 @@ def fit_(
     theirs = {DENSENET.sub(r"\1\2", key): value for key, value in tensors.items()}
     if not any(key.startswith(AUXILIARY) for key in mine):
         theirs = {key: t for key, t in theirs.items() if not key.startswith(AUXILIARY)}
-    shared = _shared(model)
+    shared = names_of_shared(model.state_dict(keep_vars=True).items())
     for names in shared:
         if there := [key for key in names if key in theirs]:
             theirs = dict.fromkeys(names, theirs[there[0]]) | theirs
@@ -263,14 +263,6 @@ def _renamed(theirs: Mapping[str, Tensor], mine: Collection[str]) -> Mapping[str
     added = [{f"{prefix}{key}": t for key, t in theirs.items()} for prefix in lacking]
     taken = [{key.removeprefix(prefix): t for key, t in theirs.items()} for prefix in beyond]
     return max((theirs, *added, *taken), key=lambda named: sum(key in mine for key in named))
-
-
-def _shared(model: nn.Module) -> list[list[str]]:
-    """Return the names of each tensor that has several in the state dict."""
-    named: dict[int, list[str]] = {}
-    for key, tensor in model.state_dict(keep_vars=True).items():
-        named.setdefault(id(tensor), []).append(key)
-    return [names for names in named.values() if len(names) > 1]
 
 
 def _shape(tensor: Tensor | None) -> str:

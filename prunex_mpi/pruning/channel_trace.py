@@ -67,15 +67,16 @@ def rules_of(text: str) -> Rules:
     return Rules(layers, *(frozenset(map(tuple, every)) for every in calls))
 
 
-class Places:
-    """In which module's code of `model` torch calls are, by the frames of its forward pass."""
+class Following(TorchFunctionMode):
+    """Know in which module's code of `model` torch calls are, by the frames of a forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
         # By run of a module, since each begins to count anew.
         self.seen: dict[FrameType, Counter[str]] = {}
 
-    def site(self, frame: FrameType | None) -> Site:
+    def site_of(self, frame: FrameType | None) -> Site:
         """Count the torch call that `frame` makes and return where it is."""
         line, run = call_site(frame), running(frame)
         # Some make modules while they run.
@@ -87,17 +88,9 @@ class Places:
         seen[line] += 1
         return self.names[id(run.f_locals["self"])], line, seen[line] - 1
 
-
-class Following(TorchFunctionMode):
-    """A mode that knows in which module's code of `model` torch calls are."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.places = Places(model)
-
     def __exit__(self, *error: Any) -> None:
         # A frame holds all that its callers do, a rank's images among them.
-        self.places.seen.clear()
+        self.seen.clear()
         super().__exit__(*error)
 
 
@@ -109,7 +102,7 @@ class Failing(Following):
         self.site: Site | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        site = self.places.site(sys._getframe(1))
+        site = self.site_of(sys._getframe(1))
         try:
             return func(*args, **(kwargs or {}))
         except Exception:
@@ -170,8 +163,9 @@ class Trace(Following):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, labels = kwargs or {}, self.labels
-        labels.operation, labels.given = _plain_name(func), (args, kwargs)
-        labels.site = self.places.site(sys._getframe(1))
+        name = resolve_name(func) or getattr(func, "__name__", "an operation")
+        labels.operation, labels.given = name.split(".")[-1], (args, kwargs)
+        labels.site = self.site_of(sys._getframe(1))
         if labels.site in self.rules.all_before:
             labels.pin_all(f"{labels.operation} counts them; {NUMBER}")
         result = func(*args, **kwargs)
@@ -313,7 +307,3 @@ def _normalise(norm: SlimNorm, x: Tensor) -> Tensor:
     share = norm.weight.numel() / norm.width
     eps = None if norm.eps is None else norm.eps / share
     return F.rms_norm(x, norm.weight.shape, norm.weight, eps) * share**-0.5
-
-
-def _plain_name(func) -> str:
-    return (resolve_name(func) or getattr(func, "__name__", "an operation")).split(".")[-1]

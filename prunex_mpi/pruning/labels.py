@@ -104,7 +104,8 @@ class Labels:
     def __init__(self, model: nn.Module) -> None:
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self.weights = by_address(model)
+        # Matrices by where their memory begins, for `turned`.
+        self.weights = {p.data_ptr(): p for p in model.parameters() if p.dim() == 2}
         # Tensor, labels and whether a removed group is zero; labels are roots since `changes` was
         # the last number. Keeps the tensors alive, so that no id is reused.
         self.known: dict[int, tuple[Tensor, Tensor, bool, int]] = {}
@@ -309,11 +310,6 @@ def is_blank(model: nn.Module, name: str) -> bool:
     buffer = getattr(module, attribute)
     kept = attribute not in module._non_persistent_buffers_set
     return not kept and buffer.is_floating_point() and buffer.dim() > 0 and not buffer.any()
-
-
-def by_address(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the matrices among the parameters by where their memory begins, for `turned`."""
-    return {p.data_ptr(): p for p in model.parameters() if p.dim() == 2}
 
 
 def turned(weights: dict[int, nn.Parameter], tensor: Tensor) -> nn.Parameter | None:

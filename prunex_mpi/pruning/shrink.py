@@ -131,7 +131,7 @@ class Fitting(Following):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        site = self.places.site(sys._getframe(1))
+        site = self.site_of(sys._getframe(1))
         if site not in self.wanted:
             return func(*args, **kwargs)
         before = self.runs.setdefault(site, [])

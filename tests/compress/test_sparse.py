@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from prunex_mpi.compress.quantise import pack_, unpack_
 from prunex_mpi.compress.sparse import (
     add_sparse_,
     block_count,
@@ -93,25 +92,6 @@ def test_every_block_is_found_by_any_of_its_elements(numel, size, dtype):
             flat[i] = value
             find_nonzero_(flat, size, bits)
             assert bits.nonzero().squeeze(1).tolist() == [i // size]
-
-
-@pytest.mark.parametrize(("numel", "size"), SHAPES)
-def test_bits_come_back_and_unite(numel, size):
-    def draw(seed: int) -> torch.Tensor:
-        bits = new_bits(numel, size, torch.device("cpu"))
-        count = block_count(numel, size)
-        bits[:count] = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.4
-        return bits
-
-    first, second = draw(1), draw(2)
-    packed = [torch.full((1, first.numel() // 8), 7, dtype=torch.uint8) for _ in range(2)]
-    for bits, bytes_ in zip((first, second), packed, strict=True):
-        pack_(bits.view(torch.uint8)[None], 1, bytes_)
-    found = torch.ones_like(first)
-    unpack_(packed[0], 1, found.view(torch.uint8)[None])
-    assert torch.equal(found, first)
-    unpack_(packed[0] | packed[1], 1, found.view(torch.uint8)[None])
-    assert torch.equal(found, first | second)
 
 
 @pytest.mark.parametrize(("numel", "size"), SHAPES)
