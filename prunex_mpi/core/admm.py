@@ -107,7 +107,7 @@ def weigh_candidate(
         torch.sub(state.z[at], state.v[at], out=part)
         tile.mix_(part, mean, weights)
         if decay.any():
-            tile.scale_(part, one_or_all(left))
+            tile.scale_(part, left)
     return state.scratch
 
 

@@ -72,12 +72,9 @@ class Tile:
         """Return the parts of a tile of a vector, one per segment."""
         return part.split(self.sizes)
 
-    def scale_(self, part: Tensor, factors: float | np.ndarray) -> None:
-        """Multiply a tile by its factor in place, or each segment by its own of [segments]."""
-        if isinstance(factors, float):
-            part.mul_(factors)
-        else:
-            torch._foreach_mul_(self.pieces(part), factors[self.layers].tolist())
+    def scale_(self, part: Tensor, factors: np.ndarray) -> None:
+        """Multiply the segments of a tile by their `factors` [segments] in place."""
+        torch._foreach_mul_(self.pieces(part), factors[self.layers].tolist())
 
     def mix_(self, part: Tensor, other: Tensor, weights: float | np.ndarray) -> None:
         """Set a tile to part + weight (other - part); a weight, or [segments] of them."""
@@ -178,11 +175,7 @@ def flatten_(model: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
 
 def scale_(flat: Tensor, layout: Layout, factors: np.ndarray) -> None:
     """Multiply each segment of `flat` by its factor in place; `factors` is float64 [segments]."""
-    factor = one_or_all(factors)
-    if isinstance(factor, float):
-        flat.mul_(factor)
-    else:
-        torch._foreach_mul_(layout.views(flat), factor.tolist())
+    torch._foreach_mul_(layout.views(flat), factors.tolist())
 
 
 def bits_digest(flat: Tensor) -> int:
