@@ -94,8 +94,8 @@ def run(
         start.look_at_model(world, settings, known, heartbeat)
         dataset = load_dataset(topology, request, heartbeat, place.device, known)
         restores = checkpoint.has_checkpoint(world, settings)
-        around = topology, settings, dataset, place.device, transport, heartbeat
-        context = start.assemble(*around, reads=not restores)
+        parts = dataset, place.device, transport, heartbeat
+        context = start.assemble(topology, settings, *parts, reads=not restores)
         log.info("%s", start.describe_training(context, dataset, world.size))
         start.log_warnings(world, context)
         heartbeat.beat(3)
