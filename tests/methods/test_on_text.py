@@ -8,7 +8,7 @@ from jobs import run_folder, run_job_here
 from nodes import WORLD
 
 from prunex_mpi import train
-from prunex_mpi.base.errors import UNREADABLE, USAGE
+from prunex_mpi.base.errors import PREEMPTED, UNREADABLE, USAGE
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods.declared import METHODS
@@ -75,14 +75,16 @@ def test_a_method_trains_on_text(method):
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("leaving_early")
 @pytest.mark.parametrize("method", ["dense", "local-sgd"])
 def test_a_run_on_text_goes_on_bit_for_bit(method):
     same = {"tokenizer": "chars", "val_split": 0.2, "lr_schedule": "constant", "warmup_ratio": 0.0}
     with run_folder() as folder:
         write_text(folder)
         assert run_job_here(settings_of(folder, "whole", method, **same)) == 0
-        assert run_job_here(settings_of(folder, "run", method, **same, outer_iterations=2)) == 0
-        flags = ["--resume", "--run-dir", str(folder / "run"), "--outer-iterations", "4"]
+        leaves = settings_of(folder, "run", method, **same, time_limit="1")
+        assert run_job_here(leaves) == PREEMPTED
+        flags = ["--resume", "--run-dir", str(folder / "run"), "--time-limit", "0"]
         assert run_job_here(parse(flags)) == 0
         if WORLD.rank == 0:
             runs = [folder / name for name in ("run", "whole")]
