@@ -82,7 +82,7 @@ def test_a_run_on_text_goes_on_bit_for_bit(method):
     with run_folder() as folder:
         write_text(folder)
         assert run_job_here(settings_of(folder, "whole", method, **same)) == 0
-        leaves = settings_of(folder, "run", method, **same, time_limit="1")
+        leaves = settings_of(folder, "run", method, **same, time_limit=1.0)
         assert run_job_here(leaves) == PREEMPTED
         flags = ["--resume", "--run-dir", str(folder / "run"), "--time-limit", "0"]
         assert run_job_here(parse(flags)) == 0
