@@ -20,6 +20,7 @@ from prunex_mpi.pruning.compaction import count_kept
 from prunex_mpi.pruning.groups import Groups, out_of_reach
 from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
+from prunex_mpi.run.pretrained import check_initial
 from prunex_mpi.run.problem import CPU, find_inputs, make_model
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO
@@ -53,6 +54,8 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     inputs = find_inputs(Request.of(settings), known)
     model = make_model(settings, inputs)
     find_losses(settings, inputs.classes, CPU)
+    if settings.init_from and topology.world.rank == 0:
+        check_initial(settings, model, inputs)
     layout = build_layout(model)
     parameter = next(model.parameters())
     bn_modules = batchnorm.find(model)

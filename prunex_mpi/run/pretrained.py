@@ -99,6 +99,17 @@ def load_initial_(
     return replace(settings, **{k: tuple(v) if type(v) is list else v for k, v in found.items()})
 
 
+def check_initial(settings: Settings, model: nn.Module, inputs: Inputs) -> None:
+    """Raise UserError where `model` does not take the weights of `--init-from`.
+
+    It gets them. Those of torchvision are not looked at, since they may have to be downloaded.
+    """
+    if settings.init_from != TORCHVISION:
+        path, _ = locate(settings)
+        check_same_file(path, digest_of(path), settings.init_digest, "--init-digest")
+        _fit_file_(settings, model, path, inputs, others=False)
+
+
 def _fit_file_(
     settings: Settings, model: nn.Module, path: Path, inputs: Inputs, others: bool
 ) -> str:

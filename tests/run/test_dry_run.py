@@ -2,11 +2,13 @@
 
 import re
 import sys
+from contextlib import nullcontext
 
 import own_data
 import pytest
 from driving import CPU, SMALL_BUCKETS
 from nodes import WORLD, nodes_of
+from safetensors.torch import save_file
 
 from mpi4py import MPI
 
@@ -15,6 +17,8 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm import topology as comm
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.data.request import NOTHING_KNOWN
+from prunex_mpi.models.build import build_model
+from prunex_mpi.models.inputs import Images
 from prunex_mpi.run.dry_run import differing_settings, dry_run, forecast
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import outer_iterations
@@ -183,9 +187,27 @@ def test_what_leaves_a_rack_is_told_before():
     assert int(told.replace(",", "")) == record["bytes"]["racks"]
 
 
-def test_the_loss_is_looked_at():
-    with nodes_of(1) as topology, pytest.raises(UserError, match="has no function 'none'"):
-        dry_run(make(model="resnet8", method="dense", loss="json:none"), topology)
+@pytest.mark.two_ranks
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"init_from": "none.safetensors"}, "cannot read weights none.safetensors"),
+        ({"init_from": "other.safetensors"}, "does not fit the model: conv1.weight"),
+        ({"init_from": "whole.safetensors", "init_digest": "0" * 64}, "is not the file of before"),
+        ({"loss": "json:none"}, "has no function 'none'"),
+    ],
+)
+def test_first_weights_and_loss_are_looked_at(tmp_path, monkeypatch, changes, words):
+    monkeypatch.chdir(tmp_path)
+    for name, model in (("whole", "resnet8"), ("other", "resnet8-w4")):
+        save_file(build_model(model, Images(32, 10)).state_dict(), f"{name}.safetensors")
+    settings = make(model="resnet8", dataset="cifar10", method="dense")
+    with nodes_of(1) as topology:
+        dry_run(with_overrides(settings, init_from="whole.safetensors"), topology)
+        # One rank reads the file.
+        refused = WORLD.rank == 0 or "loss" in changes
+        with pytest.raises(UserError, match=words) if refused else nullcontext():
+            dry_run(with_overrides(settings, **changes), topology)
 
 
 def test_what_differs_from_the_preset_is_told_as_resolved():
