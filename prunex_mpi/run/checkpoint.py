@@ -65,7 +65,7 @@ class Restored:
         if not self.name:
             place = "there is no checkpoint: the run begins"
         elif self.other_nodes:
-            place += " on other nodes: z, masks and mean momentum are kept, the rest begins anew"
+            place += " on other nodes: z, masks and mean momentum are kept, data are shuffled anew"
         return [*(f"refused checkpoint {line}" for line in self.refused), place]
 
 
