@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 CHUNK_BYTES = 4 * MIB
 # Of checkpoints, configurations and exported networks: a file of another number is refused.
-FORMAT = 7
+FORMAT = 8
 # The files of a run directory that grow by lines; the last one is not part of checkpoints.
 METRICS, LAYERS, RANKS, NODES = "metrics.jsonl", "layers.jsonl", "ranks.jsonl", "nodes.jsonl"
 LINES = (METRICS, LAYERS, RANKS)

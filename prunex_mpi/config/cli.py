@@ -30,6 +30,7 @@ from prunex_mpi.settings.values import AUTO, choices_shown, convert, in_words, l
 
 # Say which folder a run lies in, and that it goes on: who repeats a run does not mean that.
 OF_THE_FOLDER = ("run_dir", "resume")
+OF_IMAGES = ("image_mean", "image_std")
 # What a newcomer needs to see; --help all has the rest.
 FIRST = (
     *("preset", "method", "model", "dataset", "data_dir", "epochs", "batch_size", "lr"),
@@ -95,8 +96,12 @@ def read_config(path: str) -> tuple[dict[str, Any], bool]:
     where = f"--config {quote(path, 250)}"
     table = _load_toml(path, where)
     values, is_run = from_table(table, where), is_of_a_run(table)
-    left_out = OF_THE_FOLDER if is_run else ()
-    return {name: value for name, value in values.items() if name not in left_out}, is_run
+    if not is_run:
+        return values, False
+    # What was measured of images is of those: another run measures its own.
+    measured = from_table(table.get("asked", {}), where).keys() & {*OF_IMAGES}
+    left_out = (*OF_THE_FOLDER, *measured)
+    return {name: value for name, value in values.items() if name not in left_out}, True
 
 
 def read_saved(run_dir: str) -> tuple[dict[str, Any], dict[str, Any]]:

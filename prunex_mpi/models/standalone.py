@@ -41,7 +41,7 @@ from prunex_mpi.models.slim import (
 # `CALLS` are the numbers for torch calls of the module's code.
 Sizes = dict[str, dict[str, Any]]
 
-FORMAT = 7
+FORMAT = 8
 # Places of a transformer, each with weights of its own.
 MOST_PATCHES = 2**18
 MODEL, PLAN = "model.safetensors", "plan.json"

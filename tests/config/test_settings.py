@@ -233,6 +233,13 @@ def test_the_file_of_a_run_repeats_it_elsewhere(tmp_path):
     with pytest.raises(UserError, match="--resume needs --run-dir"):
         parse(["--config", str(path), "--resume"])
     assert parse(["--config", str(path), "--run-dir", str(tmp_path), "--resume"]) == settings
+    # What was measured of the run's images is measured again.
+    measured = dataclasses.replace(settings, image_mean=(0.5,) * 3, image_std=(0.25,) * 3)
+    path.write_text(to_toml(measured, {"torch": "2.4"}, settings), encoding="utf-8")
+    assert parse(["--config", str(path)]).image_mean == ()
+    assert parse(["--run-dir", str(tmp_path), "--resume"]).image_mean == (0.5,) * 3
+    path.write_text(to_toml(measured, {"torch": "2.4"}), encoding="utf-8")
+    assert parse(["--config", str(path)]).image_std == (0.25,) * 3
     # The run has a copy of its tokenizer.
     text = {"dataset": "text", "tokenizer": "gone.json", "run_dir": str(tmp_path)}
     path.write_text(to_toml(make(**text), {"torch": "2.4"}), encoding="utf-8")
