@@ -101,7 +101,7 @@ def _of_consensus(s: Settings) -> Iterator[str]:
     if s.residuals == "off" and (s.eps_abs or s.eps_rel):
         yield "residuals off: eps-abs and eps-rel would never be looked at; set both to 0"
     for key, rho in (("rho1", s.rho1), ("rho2", s.rho2)):
-        if s.penalty != "fixed" and not fields.RHO_MIN <= rho <= fields.RHO_MAX:
+        if s.penalty == "balance" and not fields.RHO_MIN <= rho <= fields.RHO_MAX:
             yield f"{key} {rho} must be from {fields.RHO_MIN} to {fields.RHO_MAX}"
 
 
@@ -246,9 +246,7 @@ def _of_data(s: Settings) -> Iterator[str]:
             )
 
 
-def advice(
-    settings: Settings, steps: int, lr_scale: float = 1.0, *, steady: bool = True
-) -> list[str]:
+def advice(settings: Settings, steps: int, *, steady: bool = True) -> list[str]:
     """Return a line for each thing that is known to go wrong with `steps` local steps.
 
     The network is `steady` if it has BatchNorm, GroupNorm or the like.
@@ -266,7 +264,7 @@ def advice(
             "adamw takes its first steps after each exchange far too short where its first moment "
             "begins anew; give --inner-momentum keep"
         )
-    rate = settings.lr * lr_scale
+    rate = settings.lr
     if settings.optimizer != "sgd" and rate > HIGH_ADAMW_RATE:
         lines.append(
             f"lr {rate:g} is high for {settings.optimizer}, which moves every weight by about that "

@@ -247,50 +247,25 @@ def mean_loss(world: MPI.Comm, state: State, loss: float) -> float:
 # --------------------------------------------------------------------------------------------------
 
 
-def update_penalties(state: State, settings: Settings, residuals: Residuals | None) -> None:
-    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were.
+def balance_penalties_(state: State, residuals: Residuals) -> None:
+    """Update rho1 and rho2 per layer and rescale the duals: rho u and rho v stay what they were."""
+    for name, dual, primal, other in (
+        ("rho1", state.u, residuals.intra_primal, residuals.intra_dual),
+        ("rho2", state.v, residuals.inter_primal, residuals.inter_dual),
+    ):
+        rho = getattr(state, name)
+        new = balanced(rho, primal, other)
+        if np.any(new != rho):
+            scale_(dual, state.layout, rho / new)
+        setattr(state, name, new)
 
-    Only `balance` looks at the residuals. While z is under way rho2 waits for it, as v does.
+
+def balanced(rho: np.ndarray, primal: np.ndarray, dual: np.ndarray) -> np.ndarray:
+    """Return the penalties of the next iteration, float64 [layers], by Boyd's residual balancing.
+
+    Times the factor where the primal residual exceeds ten times the dual one, divided where it is
+    the other way round.
     """
-    found = residuals and (residuals.intra_primal, residuals.intra_dual)
-    state.rho1 = _rescaled(state.u, state.rho1, state, settings, found)
-    if not state.position.in_flight:
-        update_rho2(state, settings, residuals)
-
-
-def update_rho2(state: State, settings: Settings, residuals: Residuals | None = None) -> None:
-    """Update rho2 as `update_penalties` does; where z was under way once v has followed it."""
-    found = residuals and (residuals.inter_primal, residuals.inter_dual)
-    state.rho2 = _rescaled(state.v, state.rho2, state, settings, found)
-
-
-def _rescaled(
-    dual: Tensor,
-    rho: np.ndarray,
-    state: State,
-    settings: Settings,
-    found: tuple[np.ndarray, np.ndarray] | None,
-) -> np.ndarray:
-    """Return the next `rho`, and rescale its dual in place."""
-    new = update_penalty(rho, settings, found)
-    if np.any(new != rho):
-        scale_(dual, state.layout, rho / new)
-    return new
-
-
-def update_penalty(
-    rho: np.ndarray, settings: Settings, found: tuple[np.ndarray, np.ndarray] | None
-) -> np.ndarray:
-    """Return the penalties of the next iteration, float64 [layers].
-
-    `balance` is Boyd's residual balancing: times the factor where the primal residual exceeds ten
-    times the dual one, divided where it is the other way round. `found` are the two.
-    """
-    if settings.penalty == "fixed":
-        return rho
-    if settings.penalty == "ramp":
-        return np.minimum(rho * RHO_FACTOR, RHO_MAX)
-    primal, dual = found
     smaller = np.where(dual > 10 * primal, 1 / RHO_FACTOR, 1.0)
     scale = np.where(primal > 10 * dual, RHO_FACTOR, smaller)
     return np.clip(rho * scale, RHO_MIN, RHO_MAX)

@@ -18,7 +18,6 @@ from prunex_mpi.comm.agreement import broadcast_json, run_collectively_while
 from prunex_mpi.comm.collectives import allreduce_, broadcast_tensor_
 from prunex_mpi.comm.counted import worker_weight
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.admm import update_rho2
 from prunex_mpi.core.exchange import complete_
 from prunex_mpi.core.memory import (
     ALL,
@@ -225,8 +224,6 @@ def put_elsewhere(topology: Topology, parts: Parts, context: RunContext) -> Numb
     if state.position.in_flight:
         # The last that the old nodes have agreed on.
         complete_(state, settings)
-        if not state.consensus_sgd:
-            update_rho2(state, settings)
         state.position.in_flight = ""
     state.theta.copy_(state.z)
     state.z_node.copy_(state.z)

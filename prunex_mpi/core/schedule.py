@@ -117,9 +117,9 @@ def steps_with(settings: Settings, samples: int) -> int:
 
 def rate_now(context: RunContext) -> float:
     """Return the learning rate of the local step that comes next."""
-    settings, problem, step = context.settings, context.problem, steps_taken(context)
-    total = total_steps(settings, problem.steps)
-    return rate_at(settings, step, total) * problem.lr_scale
+    settings = context.settings
+    total = total_steps(settings, context.problem.steps)
+    return rate_at(settings, steps_taken(context), total)
 
 
 def steps_taken(context: RunContext) -> int:

@@ -157,7 +157,6 @@ class Problem:
     mean: Tensor
     std: Tensor
     guess_loss: float = 0.0
-    lr_scale: float = 1.0
     kept_back: Sized | None = None
     reader: Reader | None = None
     teacher: Teacher | None = None

@@ -309,7 +309,6 @@ def complete_z(context: RunContext) -> None:
     exchange.merge_(state, settings, fragment.place)
     if not state.consensus_sgd:
         state.v.add_(state.z_node).sub_(state.z)
-        admm.update_rho2(state, settings)
     state.position.in_flight = ""
     clock.asynchronous += now(state.theta.device) - started
 
@@ -357,6 +356,6 @@ def end_iteration(
         estimate = evaluation.PERMANENT
     ended = {"residuals": residuals, "estimate": estimate, "converged": converged}
     record = loop.finish_round(topology, context, this, loss, **ended)
-    if not state.consensus_sgd:
-        admm.update_penalties(state, settings, residuals)
+    if settings.penalty == "balance" and not state.consensus_sgd:
+        admm.balance_penalties_(state, residuals)
     return record

@@ -279,7 +279,6 @@ def build_problem(
         test=dataset.test if dataset.val is None else dataset.val,
         steps=_enough_steps(settings, steps_of(settings, train.steps_per_epoch)),
         guess_loss=guess,
-        lr_scale=lr_scale_of(settings, topology.world_size),
         kept_back=None if dataset.val is None else dataset.test,
         reader=dataset.reader,
         digest=dataset.digest,
@@ -344,11 +343,6 @@ def _try_compiler(device: torch.device) -> None:
             f"compile: torch.compile fails on {socket.gethostname()} ({one_line(error)}); install "
             "what it needs, such as a C++ compiler, or leave it away"
         ) from None
-
-
-def lr_scale_of(settings: Settings, ranks: int) -> float:
-    """Return what so many ranks, and their larger batch, multiply the learning rate by."""
-    return {"linear": float(ranks), "sqrt": ranks**0.5}.get(settings.lr_scaling, 1.0)
 
 
 def _digest(model: torch.nn.Module) -> int:

@@ -221,7 +221,7 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
         log.info("%s", describe_muon(context.problem.model, context.state.layout))
     problem = context.problem
     steady = any(isinstance(module, STEADYING) for module in problem.model.modules())
-    for line in advice(context.settings, problem.steps, problem.lr_scale, steady=steady):
+    for line in advice(context.settings, problem.steps, steady=steady):
         log.warning("%s", line)
     wanted, images = context.settings.batch_size, problem.train.batch_size
     if images < wanted:

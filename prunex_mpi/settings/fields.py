@@ -186,12 +186,6 @@ class Settings:
         choices=("keep", "reset"),
         of="local_sgd",
     )
-    lr_scaling: str = _setting(
-        "scale --lr by the number of ranks (linear) or its square root",
-        "off",
-        choices=("off", "linear", "sqrt"),
-        of="fixed_interval",
-    )
     loss: str = _setting(
         "cross-entropy, or package.module:function of outputs and labels", CROSS_ENTROPY
     )
@@ -345,7 +339,7 @@ class Settings:
     _setting = partial(setting, "penalties")
     penalty: str = _setting(
         "schedule of the penalties rho1 and rho2",
-        choices=("fixed", "ramp", "balance"),
+        choices=("fixed", "balance"),
         of="consensus",
     )
     rho1: float = _setting("initial penalty inside a node", above=0, of="consensus")

@@ -507,7 +507,7 @@ BAD_FLAGS = [
     ("--warmup-iterations 60 --freeze-iteration 0", "beyond outer-iterations 64"),
     ("--warmup-iterations 5 --keep-ramp-iterations 0 --freeze-iteration 5", "in iteration 6"),
     ("--freeze-iteration 65", "freeze-iteration 65 is after the last of 64"),
-    ("--penalty ramp --rho1 20", "rho1 20.0 must be from 1e-06 to 10.0"),
+    ("--penalty balance --rho1 20", "rho1 20.0 must be from 1e-06 to 10.0"),
     ("--penalty balance --rho2 1e-7", "rho2 1e-07 must be from 1e-06 to 10.0"),
     ("--residuals evaluate --penalty balance", "residuals evaluate: penalty balance looks at"),
     ("--residuals off --eps-rel 1e-3", "residuals off: eps-abs and eps-rel would never be"),

@@ -11,11 +11,11 @@ from prunex_mpi.config.resolve import make
 from prunex_mpi.core.admm import (
     NormSums,
     add_pull_,
+    balanced,
     compute_residuals,
     decay_of_layers,
     find_anchor,
     step_duals_,
-    update_penalty,
     weigh_candidate,
 )
 from prunex_mpi.core.state import State, build_state
@@ -135,28 +135,14 @@ PRIMAL = np.array([100.0, 10.0, 1.0, 1.0, 0.0, 0.0])
 DUAL = np.array([1.0, 1.0, 10.0, 100.0, 0.0, 1.0])
 
 
-def penalty(rho: float, rule: str):
-    return update_penalty(np.full(6, rho), replace(SETTINGS, penalty=rule), (PRIMAL, DUAL))
-
-
-def test_fixed_penalties_stay_even_outside_the_limits():
-    assert np.array_equal(penalty(100.0, "fixed"), np.full(6, 100.0))
+def penalty(rho: float):
+    return balanced(np.full(6, rho), PRIMAL, DUAL)
 
 
 def test_balance_moves_only_beyond_a_ratio_of_ten():
-    assert penalty(1.0, "balance").tolist() == [2.0, 1.0, 1.0, 0.5, 1.0, 0.5]
+    assert penalty(1.0).tolist() == [2.0, 1.0, 1.0, 0.5, 1.0, 0.5]
 
 
 def test_balance_is_clamped_to_both_limits():
-    assert penalty(8.0, "balance").tolist() == [10.0, 8.0, 8.0, 4.0, 8.0, 4.0]
-    assert penalty(1.5e-6, "balance").min() == 1e-6
-
-
-def test_ramp_grows_up_to_the_limit_whatever_the_residuals():
-    rho, seen = np.full(6, 1.5), []
-    settings = replace(SETTINGS, penalty="ramp")
-    for _ in range(4):
-        rho = update_penalty(rho, settings, None)
-        assert np.all(rho == rho[0])
-        seen.append(float(rho[0]))
-    assert seen == [3.0, 6.0, 10.0, 10.0]
+    assert penalty(8.0).tolist() == [10.0, 8.0, 8.0, 4.0, 8.0, 4.0]
+    assert penalty(1.5e-6).min() == 1e-6

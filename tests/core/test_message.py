@@ -44,7 +44,6 @@ def test_what_is_known_to_go_wrong_is_said():
     assert advice(make(method="diloco", inner_momentum="keep", momentum=0.0), 1) == []
     adamw = make(method="prunex", optimizer="adamw", lr=0.008)
     assert advice(adamw, 9) == []
-    assert "lr 0.032 is high for adamw" in advice(adamw, 9, lr_scale=4.0)[0]
     assert advice(make(method="diloco", optimizer="adamw"), 16) == []
     (line,) = advice(make(method="diloco", optimizer="adamw", inner_momentum="reset"), 16)
     assert "give --inner-momentum keep" in line
@@ -54,7 +53,7 @@ def test_what_is_known_to_go_wrong_is_said():
     (line,) = advice(make(method="dense"), 9, steady=False)
     assert "lr 0.2 with sgd" in line
     assert "--optimizer adamw" in line
-    (line,) = advice(make(method="dgc", lr=0.025), 9, lr_scale=4.0, steady=False)
+    (line,) = advice(make(method="dgc", lr=0.1), 9, steady=False)
     assert "lr 0.1 with sgd" in line
     assert "adamw" not in line
     for changes in ({"lr": 0.05}, {"optimizer": "adamw", "lr": 0.01}, {"method": "lion"}):

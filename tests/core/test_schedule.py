@@ -132,17 +132,17 @@ def work_of(settings, steps, done=0, iteration=1):
     position = Position(iteration=iteration, steps_done=done)
     return SimpleNamespace(
         settings=settings,
-        problem=SimpleNamespace(steps=steps, test=(), lr_scale=1.0, rate=None),
+        problem=SimpleNamespace(steps=steps, test=(), rate=None),
         state=SimpleNamespace(position=position, frozen=False, mask=SimpleNamespace(bits=None)),
         heartbeat=SimpleNamespace(),
     )
 
 
-def test_more_ranks_have_a_rate_so_many_times_as_high():
+def test_the_rate_is_that_of_the_step_that_comes_next():
     settings = make(outer_iterations=8, lr_schedule="cosine")
     context = work_of(settings, 4, done=12)
-    context.problem.lr_scale, context.state.position.step = 4.0, 1
-    assert rate_now(context) == 4 * rate_at(settings, 13, 32)
+    context.state.position.step = 1
+    assert rate_now(context) == rate_at(settings, 13, 32)
 
 
 def lengths(settings, steps):

@@ -1,7 +1,5 @@
 """The gradient of a step, and what an overflow in float16 leaves behind: nothing."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,6 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.steps import averaging, begin_step_, clip_
-from prunex_mpi.run.problem import lr_scale_of
 from prunex_mpi.run.supervision import learn
 
 BATCH, CLASSES, SIDE = 8, 5, 6
@@ -121,12 +118,6 @@ def test_what_is_no_loss_is_refused_in_a_line(name, why):
 def test_an_own_loss_is_trained_on_and_measured_by():
     loss, _ = find_losses(make(loss="torch.nn.functional:multi_margin_loss"), CLASSES, CPU)
     assert loss is F.multi_margin_loss
-
-
-def test_the_learning_rate_grows_with_the_ranks_when_asked():
-    assert lr_scale_of(make(), 8) == 1.0
-    assert lr_scale_of(make(lr_scaling="linear"), 8) == 8.0
-    assert lr_scale_of(make(lr_scaling="sqrt"), 8) == pytest.approx(math.sqrt(8))
 
 
 # The largest number of float16 is 65,504.

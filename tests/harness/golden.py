@@ -75,7 +75,6 @@ CASES = {
     "prunex-admm": f"{PRUNE} --after-freeze admm",
     "prunex-or-admm": f"{PRUNE} {APART} --mask-agreement or --after-freeze admm",
     "prunex-balance": f"{PRUNE} --penalty balance --after-freeze admm",
-    "prunex-ramp": f"{PRUNE} --penalty ramp",
     "prunex-converges": f"{PRUNE} --after-freeze admm --eps-abs 0.05 --eps-rel 0.5",
     "prunex-adamw": f"{PRUNE} --optimizer adamw --weight-decay-on weights",
     "prunex-no-batchnorm": f"{PRUNE} --model odd_models:small --groups filter",
@@ -138,7 +137,7 @@ CASES = {
     "val-share-ema": "--method local-sgd --val-split 0.2 --model-ema-decay 0.5",
     "teacher": f"{PRUNE} --teacher NET --distillation-alpha 0.3",
     "amp-bf16": f"{PRUNE} --amp bf16",
-    "lr-step-linear": f"{PRUNE} --lr-schedule step --lr-scaling linear",
+    "lr-step": f"{PRUNE} --lr-schedule step",
     "channels-last": f"{PRUNE} --lr-schedule constant --channels-last",
 }
 

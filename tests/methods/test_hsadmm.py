@@ -48,7 +48,6 @@ SCENARIOS = {
         RECIPE,
         after_freeze="admm",
         groups=("filter", "channel"),
-        penalty="ramp",
         weight_decay=0.05,
         weight_decay_on="weights",
         clip_grad=0.3,
@@ -80,13 +79,11 @@ BEHIND = {"evaluate_every": 100, "residuals": "off", "overlap_steps": 1}
 UNION = {**PAPER, "penalty": "fixed", "residuals": "off", "eps_abs": 0.0, "eps_rel": 0.0}
 SCENARIOS |= {
     "recipe-behind": {**RECIPE, **BEHIND},
-    "recipe-admm-int4-behind": dict(
-        {**COUPLED, **BEHIND}, after_freeze="admm", payload="int4", penalty="ramp"
-    ),
+    "recipe-admm-int4-behind": {**COUPLED, **BEHIND, "after_freeze": "admm", "payload": "int4"},
     "recipe-int4-all-behind": {**COUPLED, **BEHIND, "payload": "int4", "overlap_steps": STEPS},
     "union-int8": {**UNION, "payload": "int8"},
     "union-int4-behind": {**UNION, **BEHIND, "groups": ("coupled",), "payload": "int4"},
-    "ramp-behind": {**UNION, **BEHIND, "penalty": "ramp"},
+    "union-behind": {**UNION, **BEHIND},
     # The mask changes in the iteration in which it freezes.
     "recipe-int8-pruned-at-once": dict(
         COUPLED, warmup_iterations=3, keep_ramp_iterations=0, payload="int8"
@@ -107,7 +104,7 @@ CASES = [(name, torch.float64) for name in SCENARIOS]
 CASES += [(name, torch.float32) for name in ("recipe", "paper")]
 # What differs from another scenario in little.
 RARELY = (
-    *("fp16", "bf16", "int8", "int2", "all-behind", "ramp-behind", "pruned-at-once", "coupled"),
+    *("fp16", "bf16", "int8", "int2", "all-behind", "union-behind", "pruned-at-once", "coupled"),
     *("admm-adamw"),
 )
 # What asks nothing of an MPI that others do not.
@@ -458,7 +455,7 @@ def test_residuals_that_are_not_asked_for_change_nothing_else():
     for residuals in ("every", "evaluate", "off"):
         torch.manual_seed(5)
         # Nothing is tested here, so that nothing is evaluated either.
-        settings = make(**{**PAPER, "penalty": "ramp", "eps_abs": 0.0, "eps_rel": 0.0})
+        settings = make(**{**PAPER, "penalty": "fixed", "eps_abs": 0.0, "eps_rel": 0.0})
         settings = with_overrides(settings, residuals=residuals)
         stream = RandomStream(WORLD.rank, torch.float64)
         nodes = 2 if WORLD.size > 1 else 1

@@ -308,16 +308,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
         if not sgd_only:
             for i in range(nodes):
                 v[i] = {n: v[i][n] + z_node[i][n] - new[n] for n in names}
-            if s.penalty == "ramp":
-                ramp_(rho2, v)
         return new
-
-    def ramp_(rhos, duals):
-        for n in names:
-            new = min(rhos[n] * 2.0, 10.0)
-            for x in duals:
-                x[n] = x[n] * (rhos[n] / new)
-            rhos[n] = new
 
     def gone(mask):
         """Return of each BatchNorm the channels that are removed as a whole."""
@@ -502,10 +493,6 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 r.u = {n: r.u[n] + theta[j][n] - z_node[node_of[j]][n] for n in names}
             if not asynchronous:
                 v = [{n: v[i][n] + z_node[i][n] - z[n] for n in names} for i in range(nodes)]
-        if not sgd_only and s.penalty == "ramp":
-            ramp_(rho1, [r.u for r in ranks])
-            if not asynchronous:
-                ramp_(rho2, v)
         for n in names if not sgd_only and s.penalty == "balance" else ():
             for rho, duals, primal, dual in (
                 (rho1, [r.u for r in ranks], residuals[n][0], residuals[n][1]),

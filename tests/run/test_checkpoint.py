@@ -174,7 +174,7 @@ OVERLAPPED = {
         "preset": "paper",
         "freeze_iteration": 0,
         "freeze_drift": -1.0,
-        "penalty": "ramp",
+        "penalty": "fixed",
         "eps_abs": 0.0,
         "eps_rel": 0.0,
         "payload": "int8",
