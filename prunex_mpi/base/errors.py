@@ -16,6 +16,8 @@ ELSEWHERE = {
     "num-epochs": "epochs",
     "num-train-epochs": "epochs",
     "output-dir": "run-dir",
+    "grad-clip": "clip-grad",
+    "max-grad-norm": "clip-grad",
 }
 # Of several names, how many a message shows.
 SHOWN_NAMES = 3

@@ -297,7 +297,7 @@ def evaluate_on(topology: Topology, context: RunContext, shard: Any) -> dict[str
     if not np.isfinite(sums[0]):
         # Every rank holds the same sums, so every rank raises.
         what = "the loss on the test set is not finite"
-        raise Diverged(f"{what}; lower --lr, or check model and data", FAILURE)
+        raise Diverged(f"{what}; lower the learning rate, or check model and data", FAILURE)
     return problem.task.outcome(float(sums[0] / sums[2]), float(sums[1] / sums[2]))
 
 
@@ -377,7 +377,7 @@ def check_finite(topology: Topology, context: RunContext) -> None:
     problem = None
     if not all(bool(torch.isfinite(tensor).all()) for tensor in held):
         text = f"weights are not finite after outer iteration {state.position.iteration - 1}"
-        problem = UserError(f"{text}; lower --lr or check the data", FAILURE)
+        problem = UserError(f"{text}; lower the learning rate or check the data", FAILURE)
     _raise_together(topology.world, problem)
 
 
@@ -408,7 +408,7 @@ def _refuse_together(topology: Topology, context: RunContext, problem: str) -> N
     if problem and failure is None:
         failure = UserError(
             f"{problem} in phase local of outer iteration {state.position.iteration}; "
-            "lower --lr or check the data",
+            "lower the learning rate or check the data",
             FAILURE,
         )
     with agreeing(state, "Allreduce of what went wrong", VERDICT_BYTES):
@@ -422,4 +422,6 @@ def _raise_together(world: MPI.Comm, failure: UserError | None) -> None:
     except UserError as agreed:
         if agreed.exit_code != FAILURE:
             raise
-        raise Diverged(str(agreed), agreed.exit_code) from None
+        diverged = Diverged(str(agreed), agreed.exit_code)
+        diverged.together = True
+        raise diverged from None

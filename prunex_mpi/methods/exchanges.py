@@ -47,7 +47,7 @@ EXCHANGES: dict[str, type[Exchange]] = {
 
 def exchange_of(method: Method) -> type[Exchange]:
     """Return the class of a method's own exchange; the base where it averages parameters."""
-    return EXCHANGES.get(method.name, Exchange)
+    return EXCHANGES[method.name] if method.own_exchange else Exchange
 
 
 def metadata_bytes(settings: Settings, state: State, counted: dict[str, int], rounds: int) -> int:

@@ -58,6 +58,6 @@ class Fp16(Bf16):
         if bool(torch.isinf(total).any()) and bool(torch.isfinite(state.grad).all()):
             most = torch.finfo(torch.float16).max
             text = f"gradients are beyond {most:g}, the largest that float16 holds"
-            advice = "give --method bf16, which has the range of float32, or lower --lr"
+            advice = "give --method bf16, which has the range of float32, or a smaller rate"
             failures.append(UserError(f"{text}: {advice}", FAILURE))
             ask_to_stop_(self.context)

@@ -48,7 +48,10 @@ PATTERNS = np.array(
 INSIDE = ("kernel", "pattern")
 # A pattern has a ratio of its own: one of four.
 ONE_PATTERN = 1 / len(PATTERNS)
-INSTEAD = "give --groups coupled, which prunes linear layers and heads of attention too"
+INSTEAD = (
+    "give --groups coupled (from Python groups=['coupled']), which prunes linear layers and heads "
+    "of attention too"
+)
 
 
 @dataclass(frozen=True)

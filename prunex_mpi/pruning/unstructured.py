@@ -45,7 +45,7 @@ def prune_by_gradient_flow(theta: Tensor, product: Tensor, layout: Layout, ratio
     segments = matrices(layout)
     scores = torch.cat([(theta[s.place] * product[s.place]).neg_() for s in segments])
     if not bool(torch.isfinite(scores).all()):
-        raise UserError("the scores of grasp are not finite; lower --lr or check the data")
+        raise UserError("the scores of grasp are not finite; lower the rate or check the data")
     removed = all_but_lowest(scores, kept_weights(layout, ratio, "grasp"))
     pruned = torch.zeros_like(theta, dtype=torch.bool)
     for segment, part in zip(segments, removed.split([s.numel for s in segments]), strict=True):

@@ -19,6 +19,7 @@ OTHERS = (
 ACCEPTED = {*OTHERS, *(name for section in SECTIONS for name in OF_SECTION[section])}
 INSTEAD = {
     "lr": "that of the optimizer",
+    "sparsity": "keep_ratio, the share that stays",
     "lr_schedule": "a scheduler of torch",
     "momentum": "that of the optimizer",
     "weight_decay": "that of the optimizer",
@@ -60,7 +61,11 @@ def settings_of(
             raise UserError(f"{name} is no setting of replicate; give {INSTEAD[name]}")
         if name not in FIELDS:
             guess = method.option_name(name)
-            hint = f"; did you mean {guess!r}" if guess in own else meant(name, ACCEPTED | own)
+            hint = (
+                f"; did you mean {guess!r}"
+                if guess in own
+                else meant(name, ACCEPTED | own, "; prunex_mpi/settings/README.md has the names")
+            )
             raise UserError(f"replicate has no setting {name!r}{hint}")
         raise UserError(
             f"{key_of(name)} means nothing in one's own loop, which brings model, data and files; "

@@ -202,7 +202,9 @@ class Replica:
         averaged. Raises UserError after the last step, without a backward pass since the one
         before, and where another rank has left its loop. Collective on `comm`.
         """
-        if self.done or not self._open:
+        if not self._open:
+            raise UserError("step() after close(); leave the loop before the replica is closed")
+        if self.done:
             total = self._context.settings.outer_iterations * self._context.problem.steps
             raise UserError(
                 f"the run has had its {total} steps (outer_iterations times local_steps); leave "
@@ -301,7 +303,7 @@ class Replica:
         To look at right after an exchange (`exchanged`), or at the end. With `bn="recalibrate"`
         collective on `comm`.
         """
-        self._require_exchange("delivered()")
+        self._require_exchange()
         context, state = self._context, self._context.state
         estimates = not self.done and context.settings.method.by_iteration
         estimates = estimates and context.settings.bn == "recalibrate"
@@ -318,8 +320,8 @@ class Replica:
     def smaller(self) -> nn.Module:
         """Return a copy of the model on the CPU without what was pruned, in evaluation mode.
 
-        Raises UserError unless whole channels were (groups "coupled"). Does not communicate, but as
-        `delivered`.
+        Where nothing is pruned it has its old size, and the log says so. Raises UserError where the
+        groups leave zeros alone (all but "coupled"). Does not communicate, but as `delivered`.
         """
         state = self._context.state
         if state.groups.total and state.groups.coupling is None:
@@ -334,6 +336,8 @@ class Replica:
             parameter.data = parameter.data.clone()
         small.eval()
         removed = ~state.mask.bits
+        if not removed.any() and not state.sizes and self._topology.world.rank == 0:
+            log.warning("smaller(): nothing is pruned, or not yet, so the network has its old size")
         if removed.any() and not state.sizes:
             coupling = state.groups.coupling
             sizes, tensors = (f(small, coupling, removed) for f in (smaller_sizes, smaller_tensors))
@@ -341,11 +345,14 @@ class Replica:
             fill_(small, tensors)
         return small.model if isinstance(small, Called) else small
 
-    def _require_exchange(self, what: str) -> None:
+    def _require_exchange(self) -> None:
         if not self.exchanged:
+            total = self._context.settings.outer_iterations * self._context.problem.steps
+            step = steps_taken(self._context)
             raise UserError(
-                f"{what}: between two exchanges every node has weights of its own; call it where "
-                "replica.exchanged, which is after every local_steps-th step"
+                f"this rank asks for the delivered network after step {step} of {total}, between "
+                "two exchanges, where every node has weights of its own; ask where "
+                "replica.exchanged, or leave the loop where replica.done"
             )
 
     # ----------------------------------------------------------------------------------------------

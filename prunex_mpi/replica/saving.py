@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.errors import UNREADABLE, UserError, listed
 from prunex_mpi.base.files import FORMAT
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.topology import Topology
@@ -85,7 +85,13 @@ def check(
                 UNREADABLE,
             )
         if one["settings"] != settings:
-            raise UserError("the state is of a run with other settings of replicate", UNREADABLE)
+            theirs, ours = (text.splitlines() for text in (one["settings"], settings))
+            other = [line for line in ours if line not in theirs]
+            other = other or [f"no {line}" for line in theirs if line not in ours]
+            raise UserError(
+                f"the state is of a run with other settings of replicate: {listed(other)} here",
+                UNREADABLE,
+            )
         theta = one["tensors"].get("theta")
         if theta is None or (not one["left"] and theta.shape != state.theta.shape):
             raise UserError("the state is of another model", UNREADABLE)

@@ -177,7 +177,7 @@ def test_every_batch_of_an_evaluation_is_progress():
         evaluate(topology, RunContext(state, problem, make(), SMALL_BUCKETS, heartbeat))
         # Weights that are finite may be too large for a test, as after a high learning rate.
         state.z.fill_(torch.finfo(state.z.dtype).max)
-        with pytest.raises(Diverged, match="test set is not finite; lower --lr"):
+        with pytest.raises(Diverged, match="test set is not finite; lower the learning rate"):
             evaluate(topology, RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
     assert (heartbeat.beats, heartbeat.step) == (3, 0)
 

@@ -76,6 +76,13 @@ def test_a_mistake_of_all_is_told_once_without_an_abort(tmp_path: Path) -> None:
     assert output.count("UserError: method") == 1 and "MPI_ABORT" not in output, output
 
 
+@pytest.mark.jobs
+def test_a_loss_of_all_that_is_not_finite_is_told_once_without_an_abort(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "dense", "model.bias.data.fill_(torch.nan)", 2, who="True")
+    assert code != 0 and "MPI_ABORT" not in output, output
+    assert output.count("lower the learning rate or check the data") == 1, output
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.any_mpi
 def test_who_leaves_after_the_same_step_is_no_reason_to_end() -> None:

@@ -346,6 +346,8 @@ REFUSED = {
     "lr": ({"lr": 0.1}, "lr is no setting of replicate; give that of the optimizer"),
     "data": ({"val_split": 0.1}, "val-split means nothing in one's own loop"),
     "typo": ({"payloads": "int4"}, "replicate has no setting 'payloads'; did you mean 'payload'"),
+    "name": ({"grad_clip": 1.0}, "no setting 'grad_clip'; did you mean 'clip_grad'"),
+    "share": ({"sparsity": 0.5}, "give keep_ratio, the share that stays"),
     "value": ({"payload": "int5"}, "payload"),
     "length": ({"outer_iterations": None}, "replicate needs outer_iterations="),
     "example": ({"method": "prunex", "example": None}, "give example=, a batch"),
@@ -392,7 +394,8 @@ def test_steps_beyond_the_length_and_of_the_optimizer_alone_are_refused() -> Non
         assert caught.value.together
         model(torch.ones(4, 3, 8, 8)).sum().backward()
         replica.step()
-        with pytest.raises(UserError, match="between two exchanges"), replica.delivered():
+        late = "the delivered network after step 1 of 2, between two exchanges"
+        with pytest.raises(UserError, match=late), replica.delivered():
             pass
         with pytest.raises(UserError, match=r"step\(\) without a backward pass"):
             replica.optimizer.step()
@@ -401,6 +404,29 @@ def test_steps_beyond_the_length_and_of_the_optimizer_alone_are_refused() -> Non
         replica.optimizer.step()
         with pytest.raises(UserError, match="the run has had its 2 steps"):
             replica.step()
+    with pytest.raises(UserError, match=r"step\(\) after close\(\)"):
+        replica.step()
+
+
+@pytest.mark.two_ranks
+def test_a_network_of_which_nothing_is_pruned_yet_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    replica = trained(False, 1)
+    numbers = [p.numel() for p in replica.model.parameters()]
+    assert [p.numel() for p in replica.smaller().parameters()] == numbers
+    told = "nothing is pruned, or not yet" in caplog.text
+    assert told == (WORLD.rank == 0)
+    replica.close()
+
+
+@pytest.mark.two_ranks
+def test_another_setting_than_that_of_a_state_is_named() -> None:
+    replica = trained(False, 1)
+    state = replica.state_dict()
+    replica.close()
+    other = trained(False, 1, payload="int4")
+    with pytest.raises(UserError, match=r"other settings of replicate: payload = .int4. here"):
+        other.load_state_dict(state)
+    other.close()
 
 
 def trained(scaled: bool, length: int = 6, **given: Any) -> Replica:
