@@ -97,7 +97,7 @@ def raise_together(world: MPI.Comm, error: UserError | None) -> None:
     world.Bcast(code, root=rank)
     where = f"rank {rank} on {socket.gethostname()}: " if failed[0] < world.size else ""
     message = broadcast_text(world, f"{where}{error}" if error else "", root=rank)
-    raise _of_all(UserError(message, int(code[0])))
+    raise of_all(UserError(message, int(code[0])))
 
 
 def run_collectively(world: MPI.Comm, action: Callable[[], T]) -> T:
@@ -183,12 +183,11 @@ def require_same(world: MPI.Comm, what: str, value: str) -> None:
     """Raise UserError on every rank unless all pass the same `value`. Collective on `world`."""
     digest = hashlib.sha256(value.encode()).digest()[:8]
     if not digests_agree(world, int.from_bytes(digest, "little")):
-        raise _of_all(
-            UserError(f"{what} differ between ranks; give all ranks the same ones", USAGE)
-        )
+        raise of_all(UserError(f"{what} differ between ranks; give all ranks the same ones", USAGE))
 
 
-def _of_all(error: UserError) -> UserError:
+def of_all(error: UserError) -> UserError:
+    """Return `error` marked as one that every rank raises, which aborts no job."""
     error.together = True
     return error
 

@@ -19,6 +19,7 @@ from prunex_mpi.comm.agreement import (
     VERDICT_BYTES,
     alike_bytes,
     digests_agree,
+    of_all,
     raise_together,
     sum_alike_,
 )
@@ -422,6 +423,4 @@ def _raise_together(world: MPI.Comm, failure: UserError | None) -> None:
     except UserError as agreed:
         if agreed.exit_code != FAILURE:
             raise
-        diverged = Diverged(str(agreed), agreed.exit_code)
-        diverged.together = True
-        raise diverged from None
+        raise of_all(Diverged(str(agreed), agreed.exit_code)) from None

@@ -134,7 +134,8 @@ BATCH = Path(__file__).resolve().parents[2] / "batch"
 @pytest.mark.parametrize("path", sorted(BATCH.glob("p*_*.toml")), ids=lambda path: path.stem)
 def test_the_plans_that_are_shipped_can_be_run(path):
     options = parse(["--plan", str(path), "--data-dir", "x"])
-    assert options.rows
+    # The rivals of that one row are in plan_linux_doc_small.
+    assert len(options.rows) > 2 or path.stem == "plan_early"
     made = set()
     for row in options.rows:
         settings = settings_of(options.common, row, 0)
