@@ -16,7 +16,7 @@ from prunex_mpi.base.record_keys import CONSENSUS_PHASES
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.topology import Topology, build_topology, free_topology, nodes_of
 from prunex_mpi.config.resolve import make
-from prunex_mpi.research import beside_torch, measure
+from prunex_mpi.research import measure
 from prunex_mpi.research.bench import choose_sections, parse, run_sections
 from prunex_mpi.research.measure import Bench, block_codes, collectives, kernels
 from prunex_mpi.settings.fields import Settings
@@ -121,7 +121,7 @@ def test_dense_and_ddp_take_the_same_steps():
         # In float64: the two add gradients in another order.
         models = ("odd_models:resnet8_double",)
         bench = bench_on(topology, settings, models=models, steps=2, repeat=2)
-        (table,) = beside_torch.compare_with_ddp(bench)
+        (table,) = measure.compare_with_ddp(bench)
     assert_sane(table)
     (row,) = table.rows
     named = dict(zip(table.columns, row, strict=True))
