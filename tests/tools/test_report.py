@@ -380,8 +380,8 @@ def changes_of_words(path: Path) -> None:
 
 SPOILT = {
     "no config": (lambda path: (path / "config.toml").unlink(), "not the folder of a run"),
-    "no TOML": (lambda path: (path / "config.toml").write_text("="), "not TOML"),
-    "no text": (lambda path: (path / "config.toml").write_bytes(b"\xff\xfe"), "can't be read"),
+    "no TOML": (lambda path: (path / "config.toml").write_text("="), "not a TOML file"),
+    "no text": (lambda path: (path / "config.toml").write_bytes(b"\xff\xfe"), "not a TOML file"),
     "no metrics": (lambda path: (path / "metrics.jsonl").unlink(), "no finished outer iteration"),
     "empty metrics": (lambda path: (path / "metrics.jsonl").write_text(""), "no finished outer"),
     "a summary of a foreigner": (lambda path: (path / "summary.json").write_text("[]"), "summary"),
