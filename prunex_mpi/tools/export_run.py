@@ -26,8 +26,8 @@ from prunex_mpi.data.text import Windows, window_batches
 from prunex_mpi.diagnosis.machine import describe_machine, package_versions
 from prunex_mpi.models import gpt, slim, standalone
 from prunex_mpi.models import inputs as inputs_file
-from prunex_mpi.models.dummy_input import evaluating, probe
-from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
+from prunex_mpi.models.dummy_input import probe
+from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.removable import (
     describe_removed,
@@ -35,7 +35,7 @@ from prunex_mpi.pruning.removable import (
     find_rules,
     zeros_that_stay,
 )
-from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
+from prunex_mpi.pruning.shrink import sizes_in_all, smaller_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.tensor_file import save_tensors
 from prunex_mpi.tools import gguf_file, huggingface
@@ -182,26 +182,6 @@ def full_size(run: FinishedRun) -> tuple[str, nn.Module, int]:
     whole.to(next(run.model.parameters()).dtype)
     tensors = whole.state_dict().values()
     return "at first", whole, sum(t.numel() * t.element_size() for t in tensors)
-
-
-def smaller(model: nn.Module, images: Tensor) -> nn.Module:
-    """Return a copy of a masked `model`, on the CPU, without what its masks removed.
-
-    `images` [n, 3, S, S] are normalised as those that it was trained on, or are whole windows of
-    tokens, int64 [n, context]: channels that stay constant on them are removed as well. Raises
-    UserError where the copy computes something else.
-    """
-    with evaluating(model):
-        logits = model(images)
-    size = images.shape[-1]
-    kind = Images(size) if images.is_floating_point() else Tokens(logits.shape[-1], size)
-    coupling, stays = find_channels(model, kind)
-    if stays:
-        raise UserError("; ".join(stays))
-    found = shrink(model, coupling, find_removable(model, coupling, images).removed)
-    answers = torch.zeros(logits.shape[:-1], dtype=torch.int64)
-    prove(model, found, iter([(images, answers)]), kind.counted)
-    return found
 
 
 def find_channels(model: nn.Module, inputs: Inputs) -> tuple[Coupling, list[str]]:
