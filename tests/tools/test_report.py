@@ -27,7 +27,6 @@ from prunex_mpi.base.tables import format_cell
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.tools.report import curves, read_runs
 from prunex_mpi.tools.report import page as pages
-from prunex_mpi.tools.report.curves import COLUMNS, thin
 from prunex_mpi.tools.report.page import Page
 from prunex_mpi.tools.report.read_runs import (
     RankRecord,
@@ -540,21 +539,3 @@ def test_after_a_loss_numbers_that_others_have_taken_blame_nobody_else():
     after = record([0, 1], ("a", "c"), local=[3, 1])
     found = find_stragglers([before, replace(before, hosts=()), after, replace(after, hosts=())])
     assert [(s.rank, s.host, s.seconds) for s in found] == [(1, "b", 6 / 4), (0, "a", 4 / 4)]
-
-
-# --------------------------------------------------------------------------------------------------
-# Long runs
-# --------------------------------------------------------------------------------------------------
-
-
-def test_thinning_keeps_what_sticks_out():
-    x = np.arange(10_000.0)
-    y = np.sin(x / 900)
-    y[[1234, 7777]] = 50, -50
-    y[5000:5100] = np.nan
-    thin_x, thin_y = thin(x, y)
-    assert len(thin_x) <= 2 * COLUMNS + 2
-    assert {50, -50} <= {*thin_y}
-    assert (thin_x[0], thin_x[-1]) == (0, 9999)
-    assert np.isfinite(thin_y).all() and (np.diff(thin_x) > 0).all()
-    assert all(y[int(a)] == b for a, b in zip(thin_x, thin_y, strict=True))
