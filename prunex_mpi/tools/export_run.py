@@ -46,6 +46,7 @@ JUDGED_IMAGES = 32
 LOADER = "load_model.py"
 PARTIAL, REPLACED = "model.partial", "model.replaced"
 ONNX, TORCH_EXPORT = "model.onnx", "model.pt2"
+GRAPHS = {ONNX: ("ONNX", "--onnx"), TORCH_EXPORT: ("torch.export", "--torch-export")}
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 # In `standalone`, whose functions find those names in the same file once it is written.
 OUR_IMPORTS = re.compile(
@@ -298,10 +299,9 @@ def write_formats(
             failed.append(error)
 
     given = model, inputs_from(run.description), images, allowed
-    if options.onnx:
-        write(ONNX, write_onnx, *given)
-    if options.torch_export:
-        write(TORCH_EXPORT, write_torch_export, *given)
+    for name, wanted in ((ONNX, options.onnx), (TORCH_EXPORT, options.torch_export)):
+        if wanted:
+            write(name, write_graph, name, *given)
     if options.transformers or options.gguf:
         given = model, images, run.tokenizer, allowed, hub_folder(run.settings.model)
         write(huggingface.FOLDER, huggingface.write_transformers, *given)
@@ -310,48 +310,41 @@ def write_formats(
     return lines, failed
 
 
-@contextmanager
-def _exporting(how: str, flag: str) -> Iterator[None]:
-    """Say in a UserError that a network can't be written, whatever the exporter meets in it."""
-    try:
-        yield
-    except Exception as error:
-        reason = f"the network can't be written {how} ({one_line(error)}): leave {flag} out"
-        raise UserError(reason, FAILURE) from error
-
-
-def write_onnx(
-    folder: Path, model: nn.Module, inputs: Inputs, images: Tensor, allowed: float
+def write_graph(
+    folder: Path, name: str, model: nn.Module, inputs: Inputs, images: Tensor, allowed: float
 ) -> str:
-    """Write model.onnx for batches of any size; return a line: how far its outputs are off.
+    """Write model.onnx, or model.pt2 for torch.export.load, for batches of any size.
 
-    `images` [n, 3, H, W] are what both are tried on, on the CPU; `allowed` is what rounding
-    explains. Raises UserError where the model can't be written so or computes something else.
+    Returns a line: how far its outputs are off. `images` [n, 3, H, W] are what both networks are
+    tried on, on the CPU; `allowed` is what rounding explains. Raises UserError where the model
+    can't be written so or computes something else.
     """
-    import onnxruntime
-
-    names = {"input_names": [f"{inputs.counted}s"], "output_names": ["logits"]}
-    with _exporting("as ONNX", "--onnx"):
+    path, (form, flag) = folder / name, GRAPHS[name]
+    try:
         program, limit = _trace(model, inputs, images)
-        how = {"dynamo": True, "external_data": False, "verbose": False, **names}
-        torch.onnx.export(program, (), folder / ONNX, **how)
-        session = onnxruntime.InferenceSession(folder / ONNX, providers=["CPUExecutionProvider"])
-        (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    apart = _distance(model, images, torch.from_numpy(found), allowed, "ONNX")
-    return f"{ONNX}: outputs differ by at most {apart:.2g}{limit}"
+        if name == ONNX:
+            import onnxruntime
 
-
-def write_torch_export(
-    folder: Path, model: nn.Module, inputs: Inputs, images: Tensor, allowed: float
-) -> str:
-    """Write model.pt2 for torch.export.load; as `write_onnx` otherwise."""
-    with _exporting("by torch.export", "--torch-export"):
-        program, limit = _trace(model, inputs, images)
-        torch.export.save(program, folder / TORCH_EXPORT)
-        with torch.no_grad():
-            found = torch.export.load(folder / TORCH_EXPORT).module()(images)
-    apart = _distance(model, images, found, allowed, "torch.export")
-    return f"{TORCH_EXPORT}: outputs differ by at most {apart:.2g}{limit}"
+            names = {"input_names": [f"{inputs.counted}s"], "output_names": ["logits"]}
+            how = {"dynamo": True, "external_data": False, "verbose": False, **names}
+            torch.onnx.export(program, (), path, **how)
+            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            outputs = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+            found = torch.from_numpy(outputs[0])
+        else:
+            torch.export.save(program, path)
+            with torch.no_grad():
+                found = torch.export.load(path).module()(images)
+    # Whatever an exporter meets in it.
+    except Exception as error:
+        reason = f"the network can't be written for {form} ({one_line(error)}): leave {flag} out"
+        raise UserError(reason, FAILURE) from error
+    with torch.no_grad():
+        wanted = model(images)
+    apart = float((found - wanted).abs().max())
+    if not apart <= max(allowed, TOLERANCE * max(1.0, float(wanted.abs().max()))):
+        raise UserError(f"the {form} network differs by {apart:.2g} from the one written", FAILURE)
+    return f"{name}: outputs differ by at most {apart:.2g}{limit}"
 
 
 def _trace(
@@ -376,12 +369,3 @@ def _trace(
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)
     return program, limit
-
-
-@torch.no_grad()
-def _distance(model: nn.Module, images: Tensor, found: Tensor, allowed: float, form: str) -> float:
-    wanted = model(images)
-    apart = float((found - wanted).abs().max())
-    if not apart <= max(allowed, TOLERANCE * max(1.0, float(wanted.abs().max()))):
-        raise UserError(f"the {form} network differs by {apart:.2g} from the one written", FAILURE)
-    return apart
