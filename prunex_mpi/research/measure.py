@@ -60,7 +60,7 @@ from prunex_mpi.run.problem import build_problem, load_dataset, make_model
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import learn, outer_iterations
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.tools.timing import Action, wall_times
+from prunex_mpi.tools.export_proof import Action, wall_times
 
 # Large enough for the ImageNet stem, and for every torchvision classifier; what is trained on.
 IMAGES, SMALL = Images(224, 10), Images(32, 10)

@@ -47,8 +47,7 @@ from prunex_mpi.run.problem import share_contents, share_text
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
-from prunex_mpi.tools.export_proof import count_parameters
-from prunex_mpi.tools.timing import seconds_per_call
+from prunex_mpi.tools.export_proof import count_parameters, seconds_per_call
 
 # Settings of a run that say on what it was tested.
 DATA = ("dataset", "data_dir", "test_samples", "workers", "tokenizer")

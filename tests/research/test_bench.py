@@ -20,8 +20,8 @@ from prunex_mpi.research import measure
 from prunex_mpi.research.bench import choose_sections, parse, run_sections
 from prunex_mpi.research.measure import Bench, block_codes, collectives, kernels
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.tools import timing
-from prunex_mpi.tools.timing import Action, seconds_per_call, wall_times
+from prunex_mpi.tools import export_proof
+from prunex_mpi.tools.export_proof import Action, seconds_per_call, wall_times
 
 pytestmark = pytest.mark.two_ranks
 
@@ -232,9 +232,9 @@ def test_slow_networks_take_fewer_turns(monkeypatch):
     calls = []
     slow = torch.nn.Identity()
     slow.register_forward_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr(timing, "SAMPLE_S", 1e-9)
+    monkeypatch.setattr(export_proof, "SAMPLE_S", 1e-9)
     for most, turns in ((1e3, 5), (0.0, 1)):
-        monkeypatch.setattr(timing, "MOST_S", most)
+        monkeypatch.setattr(export_proof, "MOST_S", most)
         calls.clear()
         assert seconds_per_call({"slow": slow}, torch.ones(1), 5, Heartbeat())["slow"] > 0
         # Two calls before, and a turn that is not counted.

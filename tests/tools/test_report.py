@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from launch import environment
 from recorded import Delay, make_run, rank_lines, write_lines
+from refused import refused_by
 
 from prunex_mpi import report as program
 from prunex_mpi.base.errors import UNREADABLE, USAGE
@@ -46,6 +48,7 @@ for name in ("torch", "torchvision", "mpi4py"):
 from prunex_mpi.report import main
 sys.exit(main(sys.argv[1:]))
 """
+refused = partial(refused_by, program)
 ODD = "a $x_1$ <b>&\u2028[日本] ü"
 
 
@@ -77,15 +80,6 @@ def read(page: Path | str) -> Reader:
 
 def text_of(page: Path | str) -> str:
     return " ".join(" ".join(read(page).text).split())
-
-
-def refused(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str]:
-    """Return the exit code and the one line of a call that is refused."""
-    code = program.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    lines = captured.err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("prunex_mpi.report: error: "), captured
-    return code, lines[0]
 
 
 # --------------------------------------------------------------------------------------------------
