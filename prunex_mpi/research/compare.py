@@ -142,7 +142,8 @@ def run_all(world: MPI.Comm, options: Options, received: ReceivedSignal) -> Comp
             data = look_at_data(place, options, watchdog.heartbeat)
         closed = options.reveal or bool(revealed)
         do = partial(do_run, place, options, data=data, received=received, revealed=closed)
-        tunings = [tune(options, do, row) for row in options.rows if options.protocol.tunes]
+        tuned = options.rows if options.protocol.tunes else ()
+        tunings = [Tuning(row.name, tuple(map(do, options.trials_of(row)))) for row in tuned]
         chosen = {tuning.row: tuning for tuning in tunings}
         pairs = [(row, seed) for seed in options.seeds for row in options.rows]
         outcomes = [confirm(options, do, row, seed, chosen.get(row.name)) for row, seed in pairs]
@@ -203,11 +204,6 @@ def notes_of(options: Options, place: Place) -> list[str]:
 
 # Trains a run of the plan to its end, unless that is done. Collective on `world`.
 Do = Callable[[Run], Outcome]
-
-
-def tune(options: Options, do: Do, row: Row) -> Tuning:
-    """Try every point of a row's grid. Collective on `world`."""
-    return Tuning(row.name, tuple(map(do, options.trials_of(row))))
 
 
 def confirm(options: Options, do: Do, row: Row, seed: int, tuning: Tuning | None) -> Outcome:

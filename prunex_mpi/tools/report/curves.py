@@ -326,14 +326,10 @@ def payload(named: Named) -> "Figure | None":
     )
 
 
-def synchronised(run: Run) -> np.ndarray:
-    """Return the seconds of synchronisation of each outer iteration, as rank 0 took them."""
-    return run.filled("seconds.intra") + run.filled("seconds.inter")
-
-
 def synchronisation(named: Named) -> "Figure | None":
-    """Draw the seconds of synchronisation of each outer iteration."""
-    return curves(named, "s, inside nodes\nand between them", synchronised)
+    """Draw the seconds of synchronisation of each outer iteration, as rank 0 took them."""
+    word = "s, inside nodes\nand between them"
+    return curves(named, word, lambda r: r.filled("seconds.intra") + r.filled("seconds.inter"))
 
 
 def density(named: Named) -> "Figure | None":
