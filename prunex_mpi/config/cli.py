@@ -94,7 +94,7 @@ def read_config(path: str) -> tuple[dict[str, Any], bool]:
     The file of a run is read to repeat it in another folder. Raises UserError for a bad file.
     """
     where = f"--config {quote(path, 250)}"
-    table = _load_toml(path, where)
+    table = load_toml(path, where)
     values, is_run = from_table(table, where), is_of_a_run(table)
     if not is_run:
         return values, False
@@ -109,10 +109,8 @@ def read_saved(run_dir: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Returns them, and what of them had been asked for otherwise, {} for nothing.
     """
-    path = str(Path(run_dir) / "config.toml")
-    where = quote(path, 250)
+    table, where = load_saved(run_dir), quote(str(Path(run_dir) / "config.toml"), 250)
     try:
-        table = _load_toml(path, where, regular_only)
         saved = from_table(table, where)
         check_saved(saved, where)
         return saved, from_table(table.get("asked", {}), where)
@@ -120,9 +118,24 @@ def read_saved(run_dir: str) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UserError(str(error), UNREADABLE) from None
 
 
-def _load_toml(
+def load_saved(run_dir: str) -> dict[str, Any]:
+    """Return what TOML holds in the config.toml of a run; raise UserError (UNREADABLE)."""
+    path, where = str(Path(run_dir) / "config.toml"), quote(run_dir, 250)
+    # Unlike those of Path these say no where a folder may not be entered.
+    if not os.path.isdir(run_dir):
+        raise UserError(f"there is no run in {where}; give the folder of --run-dir", UNREADABLE)
+    if not os.path.exists(path):
+        raise UserError(f"{where} is not the folder of a run: it has no config.toml", UNREADABLE)
+    try:
+        return load_toml(path, quote(path, 250), regular_only)
+    except UserError as error:
+        raise UserError(str(error), UNREADABLE) from None
+
+
+def load_toml(
     path: str, where: str, opener: Callable[[str, int], int] | None = None
 ) -> dict[str, Any]:
+    """Return what a TOML file holds; raise UserError with `where` it is."""
     try:
         with open(path, "rb", opener=opener) as file:
             return tomllib.load(file)

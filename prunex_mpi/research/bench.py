@@ -101,14 +101,14 @@ def run_sections(world: "MPI.Comm", options: Options, heartbeat: "Heartbeat") ->
     Collective on `world`.
     """
     from prunex_mpi.comm.agreement import run_collectively, run_on_root
-    from prunex_mpi.research import beside_torch, measure
+    from prunex_mpi.research import measure
     from prunex_mpi.run.start import check_launched_together, find_transport, take_places
 
     sections_of: dict[str, Any] = {
         "kernels": measure.kernels,
         "overhead": measure.overhead,
         "collectives": measure.collectives,
-        "ddp": beside_torch.compare_with_ddp,
+        "ddp": measure.compare_with_ddp,
     }
     check_launched_together(world)
     settings = options.settings

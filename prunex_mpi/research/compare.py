@@ -5,36 +5,35 @@ the same share of its length, and the best by the data held out is taken. Then a
 seeds are the outer loop and rows the inner one, so that a machine which changes its pace in the
 course of hours meets all rows alike. Each run is an ordinary one in a folder of its own, which goes
 on from its checkpoints; one that diverges or fails is a row that says so. No run opens test data;
-what does is the last pass of `--reveal`, when all runs are there.
+what does is the last pass of `--reveal`, when all runs are there. `reveal.json` in their folder
+says of which plan, when, and of which networks. It is written before the first test datum is read;
+from then on the plan, its runs and its choices stay.
 """
 
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import (
-    FAILURE,
-    PREEMPTED,
-    Diverged,
-    UserError,
-    quote,
-)
+from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, Diverged, UserError, quote
 from prunex_mpi.base.files import (
     DIVERGED,
     prepare_file,
     telling_disk_errors,
     write_json,
+    write_json_durably,
 )
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
+from prunex_mpi.base.schema import read_json
 from prunex_mpi.base.signals import ReceivedSignal, catching
 from prunex_mpi.base.tables import as_json, format_table
 from prunex_mpi.comm.agreement import (
@@ -45,7 +44,7 @@ from prunex_mpi.comm.agreement import (
     run_collectively_while,
     run_on_root,
 )
-from prunex_mpi.config.cli import read_saved, resumed_by_tokenizer
+from prunex_mpi.config.cli import read_saved, resumed_by_tokenizer, shown
 from prunex_mpi.config.resolve import FIELDS, first_difference, flat_values
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.schedule import steps_with, total_steps
@@ -56,17 +55,26 @@ from prunex_mpi.diagnosis.facts import recorded_versions
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.plan import OWN_LENGTH, Options, Row, Run
-from prunex_mpi.research.reveal import read_reveal, reveal, tested
 from prunex_mpi.run import job
 from prunex_mpi.run.directory import COMPLETE, new_folder, read_summary
 from prunex_mpi.run.problem import load_dataset, make_model
 from prunex_mpi.run.program import watched
 from prunex_mpi.run.start import Place, check_launched_together, take_places
-from prunex_mpi.settings.fields import OF_THE_JOB, Settings, key_of
+from prunex_mpi.settings.fields import OF_THE_JOB, TEXT, Settings, key_of
 from prunex_mpi.settings.values import left_open
+from prunex_mpi.tools.evaluate_network import (
+    Network,
+    evaluate_images,
+    evaluate_text,
+    load_images,
+    read_network,
+    read_text_for,
+)
+from prunex_mpi.tools.evaluate_options import BATCH
 from prunex_mpi.tools.report.comparison import (
     Comparison,
     Outcome,
+    Quality,
     Tuning,
     outcome_from,
     read_measured,
@@ -74,6 +82,7 @@ from prunex_mpi.tools.report.comparison import (
 from prunex_mpi.tools.report.comparison_tables import tables_of
 from prunex_mpi.tools.report.read_runs import how_it_ended
 
+REVEAL = "reveal.json"
 # Of the weights that a run begins with and learns from; a run fills them in.
 DIGESTS = ("init_digest", "teacher_digest")
 
@@ -133,7 +142,8 @@ def run_all(world: MPI.Comm, options: Options, received: ReceivedSignal) -> Comp
             data = look_at_data(place, options, watchdog.heartbeat)
         closed = options.reveal or bool(revealed)
         do = partial(do_run, place, options, data=data, received=received, revealed=closed)
-        tunings = [tune(options, do, row) for row in options.rows if options.protocol.tunes]
+        tuned = options.rows if options.protocol.tunes else ()
+        tunings = [Tuning(row.name, tuple(map(do, options.trials_of(row)))) for row in tuned]
         chosen = {tuning.row: tuning for tuning in tunings}
         pairs = [(row, seed) for seed in options.seeds for row in options.rows]
         outcomes = [confirm(options, do, row, seed, chosen.get(row.name)) for row, seed in pairs]
@@ -194,11 +204,6 @@ def notes_of(options: Options, place: Place) -> list[str]:
 
 # Trains a run of the plan to its end, unless that is done. Collective on `world`.
 Do = Callable[[Run], Outcome]
-
-
-def tune(options: Options, do: Do, row: Row) -> Tuning:
-    """Try every point of a row's grid. Collective on `world`."""
-    return Tuning(row.name, tuple(map(do, options.trials_of(row))))
 
 
 def confirm(options: Options, do: Do, row: Row, seed: int, tuning: Tuning | None) -> Outcome:
@@ -394,10 +399,145 @@ def read_outcome(path: Path, place: Place, data: Data, outcome: Outcome) -> Outc
 
 def _json_value(name: str, value: object) -> float | str:
     """Return a value of a grid, of the setting `name`, as JSON holds it."""
-    if left_open(FIELDS[name], value):
-        return "auto"
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, int | float) else str(value)
+    number = type(value) in (int, float) and not left_open(FIELDS[name], value)
+    return value if number else shown(name, value)
+
+
+# --------------------------------------------------------------------------------------------------
+# The last pass: what is delivered is tested on the test data, once
+# --------------------------------------------------------------------------------------------------
+
+
+def read_reveal(world: MPI.Comm, options: Options) -> dict[str, Any]:
+    """Return what `reveal.json` says, {} where the plan is not revealed.
+
+    Raises UserError on every rank where another plan was, or this one not to its end and that is
+    not asked for. Collective on `world`.
+    """
+
+    def read() -> dict[str, Any]:
+        file = Path(options.folder) / REVEAL
+        try:
+            found = read_json(file)
+            plan, at, results = (found[key] for key in ("plan", "at", "results"))
+            if not isinstance(found["networks"], dict):
+                raise ValueError
+            for quality in results.values():
+                Quality(**quality)
+        except FileNotFoundError:
+            return {}
+        except (AttributeError, OSError, ValueError, KeyError, TypeError):
+            raise UserError(f"{file} can't be read; choose another --dir", UNREADABLE) from None
+        if plan != options.plan:
+            raise UserError(
+                f"--dir {quote(options.folder, 250)}: another plan ({plan}, here {options.plan}) "
+                f"was revealed there at {at}: what is changed after that begins anew; choose "
+                "another --dir"
+            )
+        if not (results or options.reveal):
+            raise UserError(f"{file}: a --reveal did not come to its end; finish it with --reveal")
+        return found
+
+    return broadcast_json(world, run_on_root(world, read))
+
+
+def reveal(
+    place: Place, options: Options, outcomes: Sequence[Outcome], heartbeat: Heartbeat
+) -> dict[str, Any]:
+    """Test the networks of these runs, unless that was done; return what `reveal.json` says.
+
+    Raises UserError on every rank where other networks were tested. Collective on `world`.
+    """
+    world = place.topology.world
+    before = read_reveal(world, options)
+    names = [name_of(options, run) for run in outcomes if run.measured]
+
+    def look() -> dict[str, int]:
+        found = {name: checksum(Path(options.folder) / name) for name in names}
+        if before and before["networks"] != found:
+            raise UserError(
+                f"--reveal was done at {before['at']} with other networks; what is changed after "
+                "that begins anew: choose another --dir"
+            )
+        return found
+
+    networks = broadcast_json(world, run_on_root(world, look))
+    if before.get("results"):
+        log.info("the test data were looked at %s, and are not again", before["at"])
+        return before
+    # What can't be read is told while there is time to put it back.
+    for name in names:
+        read_delivered(world, options, name, heartbeat)
+    at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    found = before or {"plan": options.plan, "at": at, "networks": networks, "results": {}}
+
+    def write() -> None:
+        note = partial(write_json_durably, Path(options.folder) / REVEAL, found)
+        telling_disk_errors(REVEAL, note)
+
+    run_on_root(world, write)
+    found = broadcast_json(world, found)
+    found["results"] = test_all(place, options, names, heartbeat)
+    run_on_root(world, write)
+    return found
+
+
+def name_of(options: Options, run: Outcome) -> str:
+    """Return the name of the folder that has the network of a run."""
+    row = next(row for row in options.rows if row.name == run.row)
+    return options.run_of(row, run.seed).name
+
+
+def checksum(path: Path) -> int:
+    """Return the checksum of the network of a run; raise UserError where it is missing."""
+    summary = read_summary(path)
+    if "delivered" not in summary:
+        raise UserError(f"{path} has no network any more; train it again", UNREADABLE)
+    return int(summary["delivered"]["crc32"])
+
+
+def tested(
+    options: Options, outcomes: Sequence[Outcome], found: Mapping[str, Any]
+) -> list[Outcome]:
+    """Return the outcomes with what was `found` of their networks on the test data."""
+    return [
+        replace(run, test=Quality(**found["results"][name_of(options, run)]))
+        if run.measured
+        else run
+        for run in outcomes
+    ]
+
+
+def read_delivered(world: MPI.Comm, options: Options, name: str, heartbeat: Heartbeat) -> Network:
+    """Return a network, of which the plan may name the model. Collective on `world`."""
+    heartbeat.enter("model")
+    folder, given = Path(options.folder) / name, options.named("model")
+    return run_collectively(world, lambda: read_network(folder, given))
+
+
+def test_all(
+    place: Place, options: Options, names: Sequence[str], heartbeat: Heartbeat
+) -> dict[str, Any]:
+    """Return how good each network is on the test data. Collective on `world`."""
+    world, results = place.topology.world, {}
+    images, texts = None, {}
+    for name in names:
+        network = read_delivered(world, options, name, heartbeat)
+        moved = {key: options.common[key] for key in ("data_dir",) if key in options.common}
+        data = {**network.data, **moved}
+        if data["dataset"] == TEXT:
+            # All read the same text; the vocabulary tells the tokenizer, too.
+            key = network.classes
+            if key not in texts:
+                texts = {key: read_text_for(place, network, data, heartbeat)}
+            samples = data["test_samples"]
+            found = evaluate_text(place, network, texts[key], samples, BATCH, heartbeat)
+        else:
+            images = images or load_images(place, network, data, heartbeat, mode="auto")
+            found = evaluate_images(place, network, images, BATCH, heartbeat)
+        quality = Quality(found.get("accuracy"), found["loss"])
+        log.info("%s: %.4g on the test set", name, quality.shown)
+        results[name] = asdict(quality)
+    if images is not None:
+        images.close()
+    return results

@@ -35,13 +35,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.base.files import tomllib
 from prunex_mpi.base.imports import check_named, named_in
-from prunex_mpi.config.cli import add_settings, convert_flag
+from prunex_mpi.config.cli import add_settings, convert_flag, load_toml
 from prunex_mpi.config.parser import Parser, program_parser
 from prunex_mpi.config.resolve import (
     BY_NAME,
@@ -369,12 +367,7 @@ def read_plan(path: str) -> tuple[dict[str, Any], tuple[Row, ...], Protocol, dic
     Raises UserError.
     """
     where = f"--plan {quote(path, 250)}"
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{where}: {error.strerror}; choose another") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not TOML: {error}") from None
+    table = load_toml(path, where)
     for key in table:
         if key not in ("protocol", "settings", "rows"):
             there = "there are [protocol], [settings] and [rows.NAME]"

@@ -1,6 +1,5 @@
 """Read back what a run delivered, and refuse what is not as the run wrote it."""
 
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,11 +74,6 @@ def read_finished_run(
     Raises UserError (UNREADABLE) for a run that did not end well, damaged files, a model whose
     source has changed, and missing data; UserError (USAGE) for a model that can't be built.
     """
-    # Unlike those of Path these say no where a folder may not be entered.
-    if not os.path.isdir(path):
-        raise UserError(f"there is no run in {path}; give the folder of --run-dir", UNREADABLE)
-    if not os.path.isfile(path / "config.toml"):
-        raise UserError(f"{path} is not the folder of a run: it has no config.toml", UNREADABLE)
     saved, _ = read_saved(str(path))
     settings = resumed(saved, {"data_dir": data_dir} if data_dir else {})
     if settings.tokenizer not in (BYTES, CHARS) and (path / TOKENIZER).exists():

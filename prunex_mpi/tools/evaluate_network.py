@@ -1,6 +1,9 @@
-"""Test a run's or an exported network on images, or on a text, that the ranks share."""
+"""Test a run's or an exported network on images, or on a text, that the ranks share.
 
-from collections.abc import Collection, Mapping
+Or continue a text with it, token by token.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +47,7 @@ from prunex_mpi.run.problem import share_contents, share_text
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
-from prunex_mpi.tools.export_proof import count_parameters
-from prunex_mpi.tools.generate import Sampling, generate
-from prunex_mpi.tools.timing import seconds_per_call
+from prunex_mpi.tools.export_proof import count_parameters, seconds_per_call
 
 # Settings of a run that say on what it was tested.
 DATA = ("dataset", "data_dir", "test_samples", "workers", "tokenizer")
@@ -440,6 +441,52 @@ def describe_text(found: Mapping[str, Any], options: Options) -> str:
         ("cross-entropy", reached(record, "test")),
     ]
     return format_lines(rows)
+
+
+# --------------------------------------------------------------------------------------------------
+# Continuing a text
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How many tokens are drawn, from logits divided by `temperature`; 0 takes the likeliest."""
+
+    tokens: int
+    temperature: float
+    seed: int
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    inputs: Tokens,
+    start: Sequence[int],
+    sampling: Sampling,
+    heartbeat: Heartbeat,
+) -> list[int]:
+    """Return the tokens that `model`, in evaluation mode, has follow those of `start`.
+
+    It reads as many of the last tokens as its context is long. They are drawn on the CPU, so that a
+    seed gives the same ones wherever the logits are the same.
+    """
+    device = next(model.parameters()).device
+    draws = torch.Generator().manual_seed(sampling.seed)
+    tokens = list(start)
+    for number in range(sampling.tokens):
+        heartbeat.beat(number)
+        window = torch.tensor(tokens[-inputs.context :], device=device)
+        # Embeddings may be wider than the vocabulary.
+        logits = model(window[None])[0, -1, : inputs.vocabulary].double().cpu()
+        tokens.append(_drawn(logits, sampling.temperature, draws))
+    return tokens[len(start) :]
+
+
+def _drawn(logits: Tensor, temperature: float, draws: torch.Generator) -> int:
+    if not temperature:
+        return int(logits.argmax())
+    shares = torch.softmax(logits / temperature, dim=0)
+    return int(torch.multinomial(shares, 1, generator=draws))
 
 
 def answer(

@@ -26,8 +26,8 @@ from prunex_mpi.data.text import Windows, window_batches
 from prunex_mpi.diagnosis.machine import describe_machine, package_versions
 from prunex_mpi.models import gpt, slim, standalone
 from prunex_mpi.models import inputs as inputs_file
-from prunex_mpi.models.dummy_input import evaluating, probe
-from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
+from prunex_mpi.models.dummy_input import probe
+from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.removable import (
     describe_removed,
@@ -35,7 +35,7 @@ from prunex_mpi.pruning.removable import (
     find_rules,
     zeros_that_stay,
 )
-from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_tensors
+from prunex_mpi.pruning.shrink import sizes_in_all, smaller_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
 from prunex_mpi.run.tensor_file import save_tensors
 from prunex_mpi.tools import gguf_file, huggingface
@@ -46,6 +46,7 @@ JUDGED_IMAGES = 32
 LOADER = "load_model.py"
 PARTIAL, REPLACED = "model.partial", "model.replaced"
 ONNX, TORCH_EXPORT = "model.onnx", "model.pt2"
+GRAPHS = {ONNX: ("ONNX", "--onnx"), TORCH_EXPORT: ("torch.export", "--torch-export")}
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 # In `standalone`, whose functions find those names in the same file once it is written.
 OUR_IMPORTS = re.compile(
@@ -184,26 +185,6 @@ def full_size(run: FinishedRun) -> tuple[str, nn.Module, int]:
     return "at first", whole, sum(t.numel() * t.element_size() for t in tensors)
 
 
-def smaller(model: nn.Module, images: Tensor) -> nn.Module:
-    """Return a copy of a masked `model`, on the CPU, without what its masks removed.
-
-    `images` [n, 3, S, S] are normalised as those that it was trained on, or are whole windows of
-    tokens, int64 [n, context]: channels that stay constant on them are removed as well. Raises
-    UserError where the copy computes something else.
-    """
-    with evaluating(model):
-        logits = model(images)
-    size = images.shape[-1]
-    kind = Images(size) if images.is_floating_point() else Tokens(logits.shape[-1], size)
-    coupling, stays = find_channels(model, kind)
-    if stays:
-        raise UserError("; ".join(stays))
-    found = shrink(model, coupling, find_removable(model, coupling, images).removed)
-    answers = torch.zeros(logits.shape[:-1], dtype=torch.int64)
-    prove(model, found, iter([(images, answers)]), kind.counted)
-    return found
-
-
 def find_channels(model: nn.Module, inputs: Inputs) -> tuple[Coupling, list[str]]:
     """Return the channels that can be removed, and why there are none where there are none."""
     try:
@@ -318,10 +299,9 @@ def write_formats(
             failed.append(error)
 
     given = model, inputs_from(run.description), images, allowed
-    if options.onnx:
-        write(ONNX, write_onnx, *given)
-    if options.torch_export:
-        write(TORCH_EXPORT, write_torch_export, *given)
+    for name, wanted in ((ONNX, options.onnx), (TORCH_EXPORT, options.torch_export)):
+        if wanted:
+            write(name, write_graph, name, *given)
     if options.transformers or options.gguf:
         given = model, images, run.tokenizer, allowed, hub_folder(run.settings.model)
         write(huggingface.FOLDER, huggingface.write_transformers, *given)
@@ -330,48 +310,41 @@ def write_formats(
     return lines, failed
 
 
-@contextmanager
-def _exporting(how: str, flag: str) -> Iterator[None]:
-    """Say in a UserError that a network can't be written, whatever the exporter meets in it."""
-    try:
-        yield
-    except Exception as error:
-        reason = f"the network can't be written {how} ({one_line(error)}): leave {flag} out"
-        raise UserError(reason, FAILURE) from error
-
-
-def write_onnx(
-    folder: Path, model: nn.Module, inputs: Inputs, images: Tensor, allowed: float
+def write_graph(
+    folder: Path, name: str, model: nn.Module, inputs: Inputs, images: Tensor, allowed: float
 ) -> str:
-    """Write model.onnx for batches of any size; return a line: how far its outputs are off.
+    """Write model.onnx, or model.pt2 for torch.export.load, for batches of any size.
 
-    `images` [n, 3, H, W] are what both are tried on, on the CPU; `allowed` is what rounding
-    explains. Raises UserError where the model can't be written so or computes something else.
+    Returns a line: how far its outputs are off. `images` [n, 3, H, W] are what both networks are
+    tried on, on the CPU; `allowed` is what rounding explains. Raises UserError where the model
+    can't be written so or computes something else.
     """
-    import onnxruntime
-
-    names = {"input_names": [f"{inputs.counted}s"], "output_names": ["logits"]}
-    with _exporting("as ONNX", "--onnx"):
+    path, (form, flag) = folder / name, GRAPHS[name]
+    try:
         program, limit = _trace(model, inputs, images)
-        how = {"dynamo": True, "external_data": False, "verbose": False, **names}
-        torch.onnx.export(program, (), folder / ONNX, **how)
-        session = onnxruntime.InferenceSession(folder / ONNX, providers=["CPUExecutionProvider"])
-        (found,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    apart = _distance(model, images, torch.from_numpy(found), allowed, "ONNX")
-    return f"{ONNX}: outputs differ by at most {apart:.2g}{limit}"
+        if name == ONNX:
+            import onnxruntime
 
-
-def write_torch_export(
-    folder: Path, model: nn.Module, inputs: Inputs, images: Tensor, allowed: float
-) -> str:
-    """Write model.pt2 for torch.export.load; as `write_onnx` otherwise."""
-    with _exporting("by torch.export", "--torch-export"):
-        program, limit = _trace(model, inputs, images)
-        torch.export.save(program, folder / TORCH_EXPORT)
-        with torch.no_grad():
-            found = torch.export.load(folder / TORCH_EXPORT).module()(images)
-    apart = _distance(model, images, found, allowed, "torch.export")
-    return f"{TORCH_EXPORT}: outputs differ by at most {apart:.2g}{limit}"
+            names = {"input_names": [f"{inputs.counted}s"], "output_names": ["logits"]}
+            how = {"dynamo": True, "external_data": False, "verbose": False, **names}
+            torch.onnx.export(program, (), path, **how)
+            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            outputs = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+            found = torch.from_numpy(outputs[0])
+        else:
+            torch.export.save(program, path)
+            with torch.no_grad():
+                found = torch.export.load(path).module()(images)
+    # Whatever an exporter meets in it.
+    except Exception as error:
+        reason = f"the network can't be written for {form} ({one_line(error)}): leave {flag} out"
+        raise UserError(reason, FAILURE) from error
+    with torch.no_grad():
+        wanted = model(images)
+    apart = float((found - wanted).abs().max())
+    if not apart <= max(allowed, TOLERANCE * max(1.0, float(wanted.abs().max()))):
+        raise UserError(f"the {form} network differs by {apart:.2g} from the one written", FAILURE)
+    return f"{name}: outputs differ by at most {apart:.2g}{limit}"
 
 
 def _trace(
@@ -396,12 +369,3 @@ def _trace(
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)
     return program, limit
-
-
-@torch.no_grad()
-def _distance(model: nn.Module, images: Tensor, found: Tensor, allowed: float, form: str) -> float:
-    wanted = model(images)
-    apart = float((found - wanted).abs().max())
-    if not apart <= max(allowed, TOLERANCE * max(1.0, float(wanted.abs().max()))):
-        raise UserError(f"the {form} network differs by {apart:.2g} from the one written", FAILURE)
-    return apart

@@ -335,7 +335,9 @@ def as_encoder(tokenizer: Tokenizer) -> Any:
     from tokenizers import Tokenizer as Encoder
 
     if tokenizer.name == BYTES:
-        encoder = Encoder(models.BPE({c: n for n, c in enumerate(byte_characters())}, []))
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        encoder = Encoder(models.BPE({c: byte for byte, c in bytes_to_unicode().items()}, []))
         encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         encoder.decoder = decoders.ByteLevel()
         return encoder
@@ -344,13 +346,6 @@ def as_encoder(tokenizer: Tokenizer) -> Any:
     encoder.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     encoder.decoder = decoders.Fuse()
     return encoder
-
-
-def byte_characters() -> list[str]:
-    """Return the character that stands for each byte in byte-level vocabularies (GPT-2's)."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, origin: str) -> None:

@@ -16,12 +16,12 @@ from prunex_mpi.base.record_keys import CONSENSUS_PHASES
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.topology import Topology, build_topology, free_topology, nodes_of
 from prunex_mpi.config.resolve import make
-from prunex_mpi.research import beside_torch, measure
+from prunex_mpi.research import measure
 from prunex_mpi.research.bench import choose_sections, parse, run_sections
 from prunex_mpi.research.measure import Bench, block_codes, collectives, kernels
 from prunex_mpi.settings.fields import Settings
-from prunex_mpi.tools import timing
-from prunex_mpi.tools.timing import Action, seconds_per_call, wall_times
+from prunex_mpi.tools import export_proof
+from prunex_mpi.tools.export_proof import Action, seconds_per_call, wall_times
 
 pytestmark = pytest.mark.two_ranks
 
@@ -121,7 +121,7 @@ def test_dense_and_ddp_take_the_same_steps():
         # In float64: the two add gradients in another order.
         models = ("odd_models:resnet8_double",)
         bench = bench_on(topology, settings, models=models, steps=2, repeat=2)
-        (table,) = beside_torch.compare_with_ddp(bench)
+        (table,) = measure.compare_with_ddp(bench)
     assert_sane(table)
     (row,) = table.rows
     named = dict(zip(table.columns, row, strict=True))
@@ -232,9 +232,9 @@ def test_slow_networks_take_fewer_turns(monkeypatch):
     calls = []
     slow = torch.nn.Identity()
     slow.register_forward_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr(timing, "SAMPLE_S", 1e-9)
+    monkeypatch.setattr(export_proof, "SAMPLE_S", 1e-9)
     for most, turns in ((1e3, 5), (0.0, 1)):
-        monkeypatch.setattr(timing, "MOST_S", most)
+        monkeypatch.setattr(export_proof, "MOST_S", most)
         calls.clear()
         assert seconds_per_call({"slow": slow}, torch.ones(1), 5, Heartbeat())["slow"] > 0
         # Two calls before, and a turn that is not counted.

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from recorded import BROADCAST, make_run, write_lines
+from refused import refused_by
 from safetensors.numpy import save_file
 
 from prunex_mpi import bench
@@ -34,15 +35,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def draw(*arguments: object) -> int:
     return bench.main(["figure", *map(str, arguments)])
-
-
-def refused(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str]:
-    """Return the exit code and the one line of a call that is refused."""
-    code = draw(*arguments)
-    captured = capsys.readouterr()
-    lines = captured.err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("prunex_mpi.bench: error: "), captured
-    return code, lines[0]
 
 
 def below(drawn: Drawn) -> dict[str, tuple[str, str]]:
@@ -176,7 +168,9 @@ def test_what_cant_be_drawn_is_one_line(arguments, words, run, tmp_path, capsys)
             if name == "PIPE":
                 (path / "state.safetensors").unlink(missing_ok=True)
                 os.mkfifo(path / "state.safetensors")
-    code, line = refused(capsys, *[places.get(word, word) for word in arguments.split()])
+    code, line = refused_by(
+        bench, capsys, "figure", *[places.get(word, word) for word in arguments.split()]
+    )
     assert words in line
     own = ("OLD", "BARE", "DAMAGED", "PIPE", "NOWHERE")
     assert code == (

@@ -238,7 +238,7 @@ def test_a_plan_imports_only_what_a_flag_repeats(tmp_path, place, what):
         ("local-steps = 4", 'local-epochs = "1/4"\nlocal-steps = "auto"', ["auto", "T = 4"]),
         ("[rows.prunex]", '[rows."local-sgd int4 T = 4"]', ["two rows", "local-sgd-int4-T-=-4"]),
         ("[settings]", "settings = 1\n[rest]", ["'rest'"]),
-        ("[settings]", "[settings", ["not TOML"]),
+        ("[settings]", "[settings", ["not a TOML file"]),
     ],
 )
 def test_a_bad_plan_is_refused(tmp_path, old, new, culprits):

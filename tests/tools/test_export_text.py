@@ -6,13 +6,12 @@ import pytest
 import torch
 from jobs import run_folder, run_job_here
 from nodes import WORLD
-from tiny_text import gpt
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
 from prunex_mpi.export import parse
 from prunex_mpi.models import standalone
-from prunex_mpi.tools.export_run import export, smaller
+from prunex_mpi.tools.export_run import export
 
 pytestmark = pytest.mark.two_ranks
 
@@ -49,16 +48,6 @@ def test_a_pruned_transformer_is_exported(onnx, capsys):
             program = torch.export.load(folder / "run/model/model.pt2").module()
             torch.testing.assert_close(program(tokens), model(tokens))
         WORLD.Barrier()
-
-
-def test_a_masked_transformer_becomes_smaller_in_python():
-    torch.manual_seed(0)
-    model = gpt(11, CONTEXT).eval()
-    with torch.no_grad():
-        model.blocks[0].mlp.down.weight[:, ::2] = 0
-        model.blocks[0].mlp.up.weight[::2] = 0
-    found = smaller(model, torch.randint(11, (2, CONTEXT)))
-    assert found.blocks[0].mlp.up.out_features == 32
 
 
 @pytest.mark.mpi

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from launch import environment
 from recorded import Delay, make_run, rank_lines, write_lines
+from refused import refused_by
 
 from prunex_mpi import report as program
 from prunex_mpi.base.errors import UNREADABLE, USAGE
@@ -27,7 +29,6 @@ from prunex_mpi.base.tables import format_cell
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.tools.report import curves, read_runs
 from prunex_mpi.tools.report import page as pages
-from prunex_mpi.tools.report.curves import COLUMNS, thin
 from prunex_mpi.tools.report.page import Page
 from prunex_mpi.tools.report.read_runs import (
     RankRecord,
@@ -47,6 +48,7 @@ for name in ("torch", "torchvision", "mpi4py"):
 from prunex_mpi.report import main
 sys.exit(main(sys.argv[1:]))
 """
+refused = partial(refused_by, program)
 ODD = "a $x_1$ <b>&\u2028[日本] ü"
 
 
@@ -78,15 +80,6 @@ def read(page: Path | str) -> Reader:
 
 def text_of(page: Path | str) -> str:
     return " ".join(" ".join(read(page).text).split())
-
-
-def refused(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str]:
-    """Return the exit code and the one line of a call that is refused."""
-    code = program.main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    lines = captured.err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("prunex_mpi.report: error: "), captured
-    return code, lines[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -380,8 +373,8 @@ def changes_of_words(path: Path) -> None:
 
 SPOILT = {
     "no config": (lambda path: (path / "config.toml").unlink(), "not the folder of a run"),
-    "no TOML": (lambda path: (path / "config.toml").write_text("="), "not TOML"),
-    "no text": (lambda path: (path / "config.toml").write_bytes(b"\xff\xfe"), "can't be read"),
+    "no TOML": (lambda path: (path / "config.toml").write_text("="), "not a TOML file"),
+    "no text": (lambda path: (path / "config.toml").write_bytes(b"\xff\xfe"), "not a TOML file"),
     "no metrics": (lambda path: (path / "metrics.jsonl").unlink(), "no finished outer iteration"),
     "empty metrics": (lambda path: (path / "metrics.jsonl").write_text(""), "no finished outer"),
     "a summary of a foreigner": (lambda path: (path / "summary.json").write_text("[]"), "summary"),
@@ -540,21 +533,3 @@ def test_after_a_loss_numbers_that_others_have_taken_blame_nobody_else():
     after = record([0, 1], ("a", "c"), local=[3, 1])
     found = find_stragglers([before, replace(before, hosts=()), after, replace(after, hosts=())])
     assert [(s.rank, s.host, s.seconds) for s in found] == [(1, "b", 6 / 4), (0, "a", 4 / 4)]
-
-
-# --------------------------------------------------------------------------------------------------
-# Long runs
-# --------------------------------------------------------------------------------------------------
-
-
-def test_thinning_keeps_what_sticks_out():
-    x = np.arange(10_000.0)
-    y = np.sin(x / 900)
-    y[[1234, 7777]] = 50, -50
-    y[5000:5100] = np.nan
-    thin_x, thin_y = thin(x, y)
-    assert len(thin_x) <= 2 * COLUMNS + 2
-    assert {50, -50} <= {*thin_y}
-    assert (thin_x[0], thin_x[-1]) == (0, 9999)
-    assert np.isfinite(thin_y).all() and (np.diff(thin_x) > 0).all()
-    assert all(y[int(a)] == b for a, b in zip(thin_x, thin_y, strict=True))

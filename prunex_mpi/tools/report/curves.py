@@ -67,8 +67,6 @@ STYLE = {
     "figure.facecolor": "white",
     "hatch.linewidth": 0.6,
 }
-# Columns of points over the width of a picture; each keeps its lowest and its highest.
-COLUMNS = 260
 # Fewer points are marked one by one, of more about so many.
 MARKED, SOME = 40, 12
 # What spans more is drawn on a logarithmic scale.
@@ -185,28 +183,10 @@ def duration_words(seconds: float) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def thin(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most two points per column, its extremes in their order, first and last kept.
-
-    x rises. Points without a finite y are left out first.
-    """
+def plot(panel: "Axes", x: np.ndarray, y: np.ndarray, label: str, **look: object) -> None:
+    """Draw the finite points of a curve; few get the mark each, of many some."""
     there = np.isfinite(x) & np.isfinite(y)
     x, y = x[there], y[there]
-    if len(x) <= 2 * columns or x[-1] <= x[0]:
-        return x, y
-    column = np.minimum(((x - x[0]) / (x[-1] - x[0]) * columns).astype(int), columns - 1)
-    starts = np.flatnonzero(np.diff(column, prepend=-1))
-    kept = {0, len(x) - 1}
-    for begin, end in zip(starts, [*starts[1:], len(x)], strict=True):
-        kept.add(begin + int(np.argmin(y[begin:end])))
-        kept.add(begin + int(np.argmax(y[begin:end])))
-    places = np.array(sorted(kept))
-    return x[places], y[places]
-
-
-def plot(panel: "Axes", x: np.ndarray, y: np.ndarray, label: str, **look: object) -> None:
-    """Draw a curve, thinned out; few points get the mark each, of many some."""
-    x, y = thin(x, y)
     every = 1 if len(x) <= MARKED else len(x) // SOME
     panel.plot(x, y, label=plain(label), **{"markevery": every, **look})
 
@@ -346,14 +326,10 @@ def payload(named: Named) -> "Figure | None":
     )
 
 
-def synchronised(run: Run) -> np.ndarray:
-    """Return the seconds of synchronisation of each outer iteration, as rank 0 took them."""
-    return run.filled("seconds.intra") + run.filled("seconds.inter")
-
-
 def synchronisation(named: Named) -> "Figure | None":
-    """Draw the seconds of synchronisation of each outer iteration."""
-    return curves(named, "s, inside nodes\nand between them", synchronised)
+    """Draw the seconds of synchronisation of each outer iteration, as rank 0 took them."""
+    word = "s, inside nodes\nand between them"
+    return curves(named, word, lambda r: r.filled("seconds.intra") + r.filled("seconds.inter"))
 
 
 def density(named: Named) -> "Figure | None":

@@ -15,16 +15,7 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.base.files import (
-    DIVERGED,
-    LAYERS,
-    METRICS,
-    NODES,
-    RANKS,
-    open_regular,
-    read_text,
-    tomllib,
-)
+from prunex_mpi.base.files import DIVERGED, LAYERS, METRICS, NODES, RANKS, open_regular
 from prunex_mpi.base.record_keys import (
     ACCURACY,
     LOSS,
@@ -33,10 +24,10 @@ from prunex_mpi.base.record_keys import (
     flat_table,
 )
 from prunex_mpi.base.schema import is_number, loads, read_json
+from prunex_mpi.config.cli import load_saved
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import TEXT
 
-CONFIG = "config.toml"
 OF_CHANGES = ("ranks", "seconds", "lost_seconds")
 OF_LAYERS = ("density", *RESIDUALS)
 # A job that is well gives a sign of life every five seconds.
@@ -224,25 +215,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def read_run(path: Path) -> Run:
     """Return the run in the folder `path`; raise UserError in a line where there is none."""
-    where = quote(shown(path), 250)
-    try:
-        if not path.is_dir():
-            raise UserError(f"there is no run in {where}; give the folder of --run-dir", UNREADABLE)
-        config = read_text(path / CONFIG)
-    except FileNotFoundError:
-        raise UserError(
-            f"{where} is not the folder of a run: it has no {CONFIG}", UNREADABLE
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise UserError(f"{where}: {CONFIG} can't be read: {reason}", UNREADABLE) from None
-    try:
-        table = tomllib.loads(config)
-    except (ValueError, RecursionError):
-        raise UserError(
-            f"{where}: {CONFIG} is not TOML; put back what the run wrote", UNREADABLE
-        ) from None
-    summary = read_summary(path)
+    table, summary = load_saved(str(path)), read_summary(path)
     status, reason = how_it_ended(path, summary)
     columns, cut = read_metrics(path, status, reason)
     notes = [f"The last line of {METRICS} is not complete and is left out."] if cut else []
@@ -251,7 +224,7 @@ def read_run(path: Path) -> Run:
     table.pop("asked", None)
     return Run(
         path=path,
-        name=shown(path.resolve().name) or where,
+        name=shown(path.resolve().name) or shown(path),
         config=flat_table(table),
         versions=versions if isinstance(versions, dict) else {},
         status=status,
