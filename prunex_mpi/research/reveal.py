@@ -14,10 +14,9 @@ from typing import Any
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.base.files import telling_disk_errors, write_json_durably
+from prunex_mpi.base.files import read_json, telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
-from prunex_mpi.base.schema import read_json
 from prunex_mpi.comm.agreement import broadcast_json, run_collectively, run_on_root
 from prunex_mpi.research.plan import Options
 from prunex_mpi.run.directory import read_summary

@@ -21,7 +21,9 @@ from prunex_mpi.base.files import (
     METRICS,
     NODES,
     RANKS,
+    loads,
     open_regular,
+    read_json,
     read_text,
     tomllib,
 )
@@ -31,8 +33,8 @@ from prunex_mpi.base.record_keys import (
     RESIDUALS,
     Measure,
     flat_table,
+    is_number,
 )
-from prunex_mpi.base.schema import is_number, loads, read_json
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import TEXT
 
