@@ -222,7 +222,7 @@ def _read_parts(
     """Read this rank's file, or on other nodes its share of all files."""
     world = topology.world
     mine = range(world.rank, len(manifest["ranks"]), world.size) if other_nodes else [world.rank]
-    leaders = checkpoint_files.leaders_in(manifest)
+    leaders = leaders_in(manifest)
     for rank in mine:
         tensors, numbers = read_with_copies(run, name, manifest, rank)
         reason = misfit(
