@@ -40,7 +40,6 @@ PLAIN = ("base", "settings", "config")
 EARLY = (
     "methods.declared",
     "diagnosis.findings",
-    "diagnosis.library",
     "run.program",
 )
 WITHOUT_MPI = (*PLAIN, "data", "models", "compress", "pruning")

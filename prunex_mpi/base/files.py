@@ -1,7 +1,8 @@
-"""Write files, some of which survive a crash, and tell whether they did."""
+"""Read files that may be anything, and write files, some of which survive a crash."""
 
 import errno
 import json
+import math
 import os
 import re
 import socket
@@ -100,6 +101,31 @@ def read_text(path: Path) -> str:
     """Return the text of a regular file; raise OSError, UnicodeDecodeError."""
     with open(path, encoding="utf-8", opener=regular_only) as file:
         return file.read()
+
+
+def read_json(path: Path) -> Any:
+    """Return what a regular file holds, as `loads` does; raise OSError, ValueError."""
+    return loads(read_text(path))
+
+
+def loads(text: str | bytes) -> Any:
+    """Return what JSON holds, all numbers finite in float64 too; raise ValueError."""
+    try:
+        return json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+def _whole(text: str) -> int:
+    _finite(text)
+    return int(text)
 
 
 def touch(path: Path) -> None:

@@ -33,12 +33,13 @@ from prunex_mpi.diagnosis.findings import (
     SEVERITIES,
     Finding,
     RankFacts,
+    check_agreement,
     check_launcher,
+    check_thread_level,
     describe_launcher,
     errors,
     launcher_rank,
 )
-from prunex_mpi.diagnosis.library import check_agreement, check_thread_level
 from prunex_mpi.diagnosis.probe import TRIALS
 from prunex_mpi.diagnosis.ranks import (
     check_between,

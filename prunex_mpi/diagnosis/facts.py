@@ -18,8 +18,7 @@ from prunex_mpi.base.limits import cores_of, cpu_limit
 from prunex_mpi.base.units import number
 from prunex_mpi.comm.agreement import gather_text
 from prunex_mpi.comm.topology import Topology, library_name
-from prunex_mpi.diagnosis.findings import RankFacts, describe_launcher
-from prunex_mpi.diagnosis.library import SETTINGS, THREAD_LEVELS
+from prunex_mpi.diagnosis.findings import SETTINGS, THREAD_LEVELS, RankFacts, describe_launcher
 from prunex_mpi.diagnosis.machine import package_versions
 from prunex_mpi.diagnosis.ranks import MUST_AGREE
 

@@ -1,8 +1,8 @@
 """What is found out about a job before it trains: facts of its ranks, and findings about them.
 
-The modules beside this one check facts. Each of their checks is a plain function that communicates
-nothing and needs neither torch nor MPI. The doctor prints all that is found; train says the
-warnings and refuses the errors.
+The launcher and the MPI library are checked here, the rest beside. Each check is a plain function
+that communicates nothing and needs neither torch nor MPI. The doctor prints all that is found;
+train says the warnings and refuses the errors.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +18,24 @@ T = TypeVar("T")
 SEVERITIES = ("error", "warning", "note", "ok")
 # The step that is the shell of an allocation (salloc where use_interactive_step is set).
 INTERACTIVE_STEP = "4294967290"
+# From the least on, as MPI names them.
+THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
+MPI4PY_THREADS = "MPI4PY_RC_THREAD_LEVEL"
+OPEN_MPI_THREADS = "OMPI_MPI_THREAD_LEVEL"
+CRAY_THREADS = "MPICH_MAX_THREAD_SAFETY"
+OPEN_MPI_COMPONENTS = "OMPI_MCA_coll"
+REDUCTIONS = "OMPI_MCA_coll_libnbc_iallreduce_algorithm"
+HAN_SEGMENTS = "OMPI_MCA_coll_han_allreduce_segsize"
+HAN_PRIORITY = "OMPI_MCA_coll_han_priority"
+# What a rank tells of its environment.
+SETTINGS = (
+    MPI4PY_THREADS,
+    OPEN_MPI_THREADS,
+    OPEN_MPI_COMPONENTS,
+    REDUCTIONS,
+    HAN_SEGMENTS,
+    HAN_PRIORITY,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +61,7 @@ class RankFacts:
     `clock` is the time of day when all ranks left one barrier. `gpu` and `gpu_id` are empty on the
     CPU; `device_problem` says why there is not the device that was asked for. `thread_level` is
     what MPI gives (single | funneled | serialized | multiple), `mpi_settings` what the environment
-    sets of `library.SETTINGS`.
+    sets of `SETTINGS`.
     """
 
     rank: int
@@ -205,3 +223,51 @@ def _without_shell(environment: Mapping[str, str]) -> Mapping[str, str]:
     if environment.get("SLURM_STEP_ID") != INTERACTIVE_STEP:
         return environment
     return {name: value for name, value in environment.items() if name != "SLURM_STEP_ID"}
+
+
+# --------------------------------------------------------------------------------------------------
+# The MPI library: its threads, and whether all ranks have the same algorithms
+# --------------------------------------------------------------------------------------------------
+
+
+def check_thread_level(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Find an MPI that several threads may not call at once."""
+    least = min(facts, key=lambda rank: THREAD_LEVELS.index(rank.thread_level))
+    name = f"MPI_THREAD_{least.thread_level.upper()}"
+    if least.thread_level == THREAD_LEVELS[-1]:
+        return [Finding("ok", "MPI threads", name)]
+    hosts = listed([rank.host for rank in facts if rank.thread_level == least.thread_level])
+    reason = (
+        f"MPI gives no more than {name} on {hosts}: --overlap-steps is refused, whose exchange "
+        "has a thread of its own"
+    )
+    return [Finding("warning", "MPI threads", reason, _more_threads(least))]
+
+
+def check_agreement(facts: Sequence[RankFacts]) -> list[Finding]:
+    """Find ranks that would take part in one collective by different algorithms."""
+    if not facts[0].versions.get("mpi", "").startswith("Open MPI"):
+        return []
+    findings = []
+    # HAN is for several machines.
+    of_han = (HAN_SEGMENTS, HAN_PRIORITY) if len(by_host(facts)) > 1 else ()
+    for variable in (OPEN_MPI_COMPONENTS, REDUCTIONS, *of_han):
+        where = differences(facts, lambda rank, name=variable: rank.mpi_settings.get(name, "unset"))
+        if where:
+            reason = (
+                f"{variable} is {where}: ranks with different algorithms wait for ever, or sum "
+                "wrongly"
+            )
+            remedy = f"give every rank the same, with mpirun -x {variable}"
+            findings.append(Finding("error", "MPI settings", reason, remedy))
+    return findings
+
+
+def _more_threads(rank: RankFacts) -> str:
+    """Return how this rank's library would give MPI_THREAD_MULTIPLE."""
+    for variable in (MPI4PY_THREADS, OPEN_MPI_THREADS):
+        if variable in rank.mpi_settings:
+            return f"unset {variable}, which asks for {rank.mpi_settings[variable]}"
+    if "CRAY" in rank.versions.get("mpi", "").upper():
+        return f"set {CRAY_THREADS}=multiple"
+    return "take an MPI that gives MPI_THREAD_MULTIPLE, as Open MPI and MPICH do by default"

@@ -15,7 +15,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, UserError
-from prunex_mpi.base.schema import check_network, read_json
+from prunex_mpi.base.files import read_json
+from prunex_mpi.base.record_keys import check_network
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.standalone import FORMAT, PLAN, build, fill_, resize_
 

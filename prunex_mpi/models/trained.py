@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, listed, one_line, quote
-from prunex_mpi.base.files import CHUNK_BYTES, open_regular
-from prunex_mpi.base.schema import loads
+from prunex_mpi.base.files import CHUNK_BYTES, loads, open_regular
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs, Tokens
 from prunex_mpi.models.standalone import MODEL, WITH_AUXILIARY_HEADS, fill_, names_of_shared

@@ -27,13 +27,13 @@ from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, Diverged, Use
 from prunex_mpi.base.files import (
     DIVERGED,
     prepare_file,
+    read_json,
     telling_disk_errors,
     write_json,
     write_json_durably,
 )
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log, set_up_logging
-from prunex_mpi.base.schema import read_json
 from prunex_mpi.base.signals import ReceivedSignal, catching
 from prunex_mpi.base.tables import as_json, format_table
 from prunex_mpi.comm.agreement import (

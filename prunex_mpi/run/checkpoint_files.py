@@ -8,6 +8,7 @@ Everything is written to a folder of another name first. What is read is never e
 are made here and not taken from files, and links are refused.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -16,26 +17,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from prunex_mpi.base.errors import DamagedCheckpoint
+from prunex_mpi.base.errors import DamagedCheckpoint, one_line
 from prunex_mpi.base.files import (
     CHECKPOINT,
     FORMAT,
     FileRecord,
+    no_links,
     read_record,
     read_text,
     sync,
     write_durably,
 )
 from prunex_mpi.base.units import MIB
-from prunex_mpi.run.tensor_file import save_tensors
 
 KEEP = 2
 PARTIAL = ".partial"
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT_BYTES = 64 * MIB
+# What is brought to the disk at a time.
+SYNC_BYTES = 32 * MIB
 
 
 def valid_names(run: Path) -> list[str]:
@@ -103,6 +108,38 @@ def write_rank_file(
     """
     metadata = {"numbers": json.dumps(numbers, allow_nan=False)}
     return save_tensors(tensors, rank_file(folder, rank), metadata)
+
+
+def save_tensors(
+    tensors: dict[str, Tensor],
+    path: Path,
+    metadata: dict[str, str] | None = None,
+) -> FileRecord:
+    """Write a safetensors file, through to the disk; return its size and checksum.
+
+    `tensors` are on the CPU. Raises OSError.
+    """
+    own: dict[str, Tensor] = {}
+    seen = set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage()
+        # The library takes no two tensors that share memory, nor a view.
+        whole = tensor.is_contiguous() and memory.nbytes() == tensor.nbytes
+        kept = whole and memory.data_ptr() not in seen
+        own[name] = tensor if kept else tensor.clone(memory_format=torch.contiguous_format)
+        seen.add(memory.data_ptr())
+    try:
+        data = memoryview(save(own, metadata))
+    # For a type that the library does not know.
+    except (SafetensorError, KeyError) as error:
+        raise OSError(errno.EIO, one_line(error)) from None
+    with open(path, "wb", opener=no_links) as file:
+        for start in range(0, len(data), SYNC_BYTES):
+            # Piece by piece: a slow file system could else not be told from one that stands still.
+            file.write(data[start : start + SYNC_BYTES])
+            file.flush()
+            os.fsync(file.fileno())
+    return FileRecord(len(data), zlib.crc32(data))
 
 
 def read_manifest(run: Path, name: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from prunex_mpi.base.files import (
     FileRecord,
     no_links,
     open_regular,
+    read_json,
     read_record,
     read_text,
     sync,
@@ -35,7 +36,7 @@ from prunex_mpi.base.files import (
     write_json_durably,
 )
 from prunex_mpi.base.logs import log
-from prunex_mpi.base.schema import check_summary, read_json
+from prunex_mpi.base.record_keys import check_summary
 
 # How a run ends that has come to its end.
 COMPLETE = ("completed", "converged")

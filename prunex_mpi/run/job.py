@@ -34,6 +34,7 @@ from prunex_mpi.data.text import TextSet
 from prunex_mpi.methods.exchanges import metadata_bytes
 from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.run import checkpoint, directory, start
+from prunex_mpi.run.checkpoint_files import save_tensors
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.kept import InMemoryCheckpoint, begin, put_back, tell
@@ -41,7 +42,6 @@ from prunex_mpi.run.pretrained import read_initial
 from prunex_mpi.run.problem import load_dataset, share_contents
 from prunex_mpi.run.summary import add_up, closing_table, mean_speed
 from prunex_mpi.run.supervision import Checkpoints, train, write_checkpoint, write_last_checkpoint
-from prunex_mpi.run.tensor_file import save_tensors
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 

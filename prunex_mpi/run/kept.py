@@ -1,9 +1,9 @@
 """What each rank keeps in memory, so that those who are left go on when a node is lost.
 
 At the end of each outer iteration a rank copies what the ranks have in common: z and all that goes
-with it, as a checkpoint that goes on on other nodes does (`snapshot`). Every rank keeps all of it,
-since nobody knows who will be left. Of the last two, since one rank may have finished an outer
-iteration that another one has not.
+with it, as a checkpoint that goes on on other nodes does. Every rank keeps all of it, since nobody
+knows who will be left. Of the last two, since one rank may have finished an outer iteration that
+another one has not.
 """
 
 import json
@@ -35,8 +35,8 @@ from prunex_mpi.core.memory import SUM
 from prunex_mpi.core.removal import fit_network, left_of
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.models.layout import bits_digest
+from prunex_mpi.run.checkpoint import common_contents, put_common
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.snapshot import common_contents, put_common
 from prunex_mpi.settings.fields import Settings
 
 

@@ -14,11 +14,9 @@ from torch import nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
-from prunex_mpi.base.files import STATE, SUMMARY, telling_disk_errors, write_json_durably
+from prunex_mpi.base.files import STATE, SUMMARY, read_json, telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
-from prunex_mpi.base.progress import judged
-from prunex_mpi.base.schema import read_json
+from prunex_mpi.base.logs import judged, log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     run_collectively,

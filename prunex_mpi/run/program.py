@@ -14,8 +14,7 @@ from prunex_mpi.base.errors import FAILURE, DamagedCheckpoint, UserError, one_li
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import abort_job
 from prunex_mpi.base.single_process import open_closed_streams, parsed, say_error
-from prunex_mpi.diagnosis.findings import launcher_rank
-from prunex_mpi.diagnosis.library import REDUCTIONS
+from prunex_mpi.diagnosis.findings import REDUCTIONS, launcher_rank
 from prunex_mpi.run.watchdog import Watchdog
 
 if TYPE_CHECKING:

@@ -49,8 +49,7 @@ from prunex_mpi.diagnosis.devices import (
     resolve_mpi_buffers,
 )
 from prunex_mpi.diagnosis.facts import gather_facts, recorded_versions
-from prunex_mpi.diagnosis.findings import errors
-from prunex_mpi.diagnosis.library import check_agreement
+from prunex_mpi.diagnosis.findings import check_agreement, errors
 from prunex_mpi.diagnosis.machine import describe_machine
 from prunex_mpi.diagnosis.ranks import check_ranks
 from prunex_mpi.methods.exchanges import memory_of

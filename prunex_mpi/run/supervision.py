@@ -18,8 +18,7 @@ from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged, UserError
 from prunex_mpi.base.files import METRICS
-from prunex_mpi.base.logs import log
-from prunex_mpi.base.progress import Length, Progress
+from prunex_mpi.base.logs import Length, Progress, log
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.agreement import (

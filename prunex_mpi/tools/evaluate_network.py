@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
-from prunex_mpi.base.files import TOKENIZER, prepare_file, write_json
+from prunex_mpi.base.files import TOKENIZER, prepare_file, read_json, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.imports import check_named
 from prunex_mpi.base.logs import set_up_logging
-from prunex_mpi.base.record_keys import reached
-from prunex_mpi.base.schema import check_network, read_json
+from prunex_mpi.base.record_keys import check_network, reached
 from prunex_mpi.base.single_process import print_result
 from prunex_mpi.base.tables import Table, format_lines, format_table
 from prunex_mpi.comm.agreement import (

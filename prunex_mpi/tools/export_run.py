@@ -36,8 +36,8 @@ from prunex_mpi.pruning.removable import (
     zeros_that_stay,
 )
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_tensors
+from prunex_mpi.run.checkpoint_files import save_tensors
 from prunex_mpi.run.finished_run import FinishedRun, read_finished_run
-from prunex_mpi.run.tensor_file import save_tensors
 from prunex_mpi.tools import gguf_file, huggingface
 from prunex_mpi.tools.export_proof import BATCH, compare, count_parameters, prove
 

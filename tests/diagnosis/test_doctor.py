@@ -24,7 +24,6 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.diagnosis import examine
-from prunex_mpi.diagnosis import library as findings_library
 from prunex_mpi.diagnosis import probe as doctor_probe
 from prunex_mpi.diagnosis import ranks as findings_ranks
 from prunex_mpi.diagnosis.examine import BANDWIDTH_BYTES, Link, measure_links
@@ -37,10 +36,15 @@ from prunex_mpi.diagnosis.facts import (
     thread_level,
 )
 from prunex_mpi.diagnosis.findings import (
+    HAN_SEGMENTS,
+    REDUCTIONS,
+    SETTINGS,
     SEVERITIES,
     Finding,
     RankFacts,
+    check_agreement,
     check_launcher,
+    check_thread_level,
     describe_launcher,
     errors,
     launcher_rank,
@@ -314,17 +318,17 @@ CRAY = "MPI VERSION : CRAY MPICH version 9"
     ],
 )
 def test_overlap_needs_an_mpi_for_several_threads(library, settings, remedy):
-    check = findings_library.check_thread_level
     job = under(library, **settings)
-    the_only(check(job), "ok", "MPI_THREAD_MULTIPLE")
+    the_only(check_thread_level(job), "ok", "MPI_THREAD_MULTIPLE")
     job[3] = replace(job[3], thread_level="funneled")
-    found = the_only(check(job), "warning", "MPI_THREAD_FUNNELED on beta", "overlap-steps")
+    found = the_only(
+        check_thread_level(job), "warning", "MPI_THREAD_FUNNELED on beta", "overlap-steps"
+    )
     assert found.remedy.startswith(remedy)
 
 
 def test_algorithms_must_be_those_of_all_ranks():
-    check = findings_library.check_agreement
-    reductions, segments = findings_library.REDUCTIONS, findings_library.HAN_SEGMENTS
+    check, reductions, segments = check_agreement, REDUCTIONS, HAN_SEGMENTS
     assert check(under(OPEN_MPI)) == []
     assert check(under(OPEN_MPI, **{reductions: "1", segments: "524288"})) == []
     mixed = under(OPEN_MPI, JOB[:2]) + under(OPEN_MPI, JOB[2:], **{reductions: "1"})
@@ -516,7 +520,7 @@ def test_facts_of_all_ranks_reach_rank_zero(ranks_per_node):
         assert set(rank.versions) == {"prunex_mpi", "torch", "python", "mpi4py", "mpi"}
         assert rank.thread_level == thread_level()
         assert rank.mpi_settings == {
-            name: os.environ[name] for name in findings_library.SETTINGS if name in os.environ
+            name: os.environ[name] for name in SETTINGS if name in os.environ
         }
     assert max(r.clock for r in facts) - min(r.clock for r in facts) < 1
     assert findings_ranks.check_versions(facts)[0].severity == "ok"

@@ -55,10 +55,10 @@ from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.hsadmm import complete_z
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run import checkpoint, checkpoint_files, tensor_file
+from prunex_mpi.run import checkpoint, checkpoint_files
+from prunex_mpi.run.checkpoint import contents, misfit, put_common
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.problem import build_problem, load_dataset
-from prunex_mpi.run.snapshot import contents, misfit, put_common
 from prunex_mpi.run.supervision import Checkpoints, outer_iterations, write_checkpoint
 from prunex_mpi.settings.fields import Settings
 
@@ -852,7 +852,7 @@ def test_a_slow_disk_of_one_rank_is_no_standstill(monkeypatch):
     """Writing and reading take long on the last rank; all go on meanwhile."""
     slow = PAUSE_S if WORLD.rank == WORLD.size - 1 else 0
     count_closely(monkeypatch)
-    for module, name in ((tensor_file, "SYNC"), (base_files, "CHUNK")):
+    for module, name in ((checkpoint_files, "SYNC"), (base_files, "CHUNK")):
         monkeypatch.setattr(module, f"{name}_BYTES", 2048)
     fsync = os.fsync
 

@@ -9,8 +9,8 @@ from pretended import GPU, pretended_gpu
 from small_runs import PRUNING, SCENARIOS, small_run
 
 from prunex_mpi.comm.collectives import build_transport
+from prunex_mpi.run.checkpoint import contents, put_all, put_common
 from prunex_mpi.run.job import save_model
-from prunex_mpi.run.snapshot import contents, put_all, put_common
 from prunex_mpi.run.supervision import outer_iterations
 
 pytestmark = [

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.base.files import EXPORTED
+from prunex_mpi.base.files import EXPORTED, read_json
 from prunex_mpi.base.record_keys import ACCURACY, CONSENSUS_PHASES, LOSS, Measure
-from prunex_mpi.base.schema import read_json
 from prunex_mpi.tools.report.read_runs import Run, read_ranks, read_run, shown
 
 # What a run reached, higher is better. A run that diverged reached nothing.

@@ -15,15 +15,24 @@ from typing import Any
 import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, quote
-from prunex_mpi.base.files import DIVERGED, LAYERS, METRICS, NODES, RANKS, open_regular
+from prunex_mpi.base.files import (
+    DIVERGED,
+    LAYERS,
+    METRICS,
+    NODES,
+    RANKS,
+    loads,
+    open_regular,
+    read_json,
+)
 from prunex_mpi.base.record_keys import (
     ACCURACY,
     LOSS,
     RESIDUALS,
     Measure,
     flat_table,
+    is_number,
 )
-from prunex_mpi.base.schema import is_number, loads, read_json
 from prunex_mpi.config.cli import load_saved
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import TEXT

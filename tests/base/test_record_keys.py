@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prunex_mpi.base.schema import check_network, check_summary, read_json
+from prunex_mpi.base.files import read_json
+from prunex_mpi.base.record_keys import check_network, check_summary
 
 SUMMARY = {
     "status": "completed",

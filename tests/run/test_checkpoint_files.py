@@ -8,8 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from prunex_mpi.base.files import read_record
-from prunex_mpi.run import tensor_file
-from prunex_mpi.run.tensor_file import save_tensors
+from prunex_mpi.run import checkpoint_files
+from prunex_mpi.run.checkpoint_files import save_tensors
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -47,7 +47,7 @@ def test_what_the_library_does_not_know_is_no_file(tmp_path):
 
 def test_a_file_reaches_the_disk_as_it_grows(tmp_path, monkeypatch):
     """All but the last piece is on the disk before the file is whole."""
-    monkeypatch.setattr(tensor_file, "SYNC_BYTES", 8192)
+    monkeypatch.setattr(checkpoint_files, "SYNC_BYTES", 8192)
     synced, fsync = [], os.fsync
 
     def note(descriptor: int) -> None:
