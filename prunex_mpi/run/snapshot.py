@@ -18,7 +18,7 @@ from prunex_mpi.core.schedule import steps_with
 from prunex_mpi.core.state import Problem, RunContext, State
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.data.text import WindowStream
-from prunex_mpi.models.draws import seed_all
+from prunex_mpi.models.dummy_input import seed_all
 
 GENERATORS = ("generator.data", "generator.torch")
 
