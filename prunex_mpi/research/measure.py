@@ -41,8 +41,7 @@ from prunex_mpi.core.state import State, adopt_mask, build_state, comms_of
 from prunex_mpi.methods import hsadmm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.compaction import pack_, unpack_
-from prunex_mpi.pruning.masks import make_mask
+from prunex_mpi.pruning.masks import make_mask, pack_, unpack_
 from prunex_mpi.run.problem import make_model
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import outer_iterations
