@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prunex_mpi.data.images import open_rgb
+from prunex_mpi.data.decoding import open_rgb
 
 
 class Images:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from prunex_mpi.models.found_widths import fresh
+from prunex_mpi.models.build import fresh
 
 
 def slim(**sizes: int) -> nn.Module:

@@ -38,8 +38,7 @@ from prunex_mpi.core.state import (
     weights,
 )
 from prunex_mpi.models import batchnorm
-from prunex_mpi.models.draws import keeping_draws
-from prunex_mpi.models.dummy_input import keeping
+from prunex_mpi.models.dummy_input import keeping, keeping_draws
 from prunex_mpi.models.layout import trained_parameters
 from prunex_mpi.settings.fields import Settings
 

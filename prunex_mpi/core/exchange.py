@@ -52,7 +52,7 @@ from prunex_mpi.core.state import (
 )
 from prunex_mpi.core.statistics import average_in_node_
 from prunex_mpi.models import batchnorm
-from prunex_mpi.pruning.compaction import pack_, unpack_
+from prunex_mpi.pruning.masks import pack_, unpack_
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO
 

@@ -23,7 +23,7 @@ from prunex_mpi.core.sums import (
     sum_coded_,
     whole_blocks,
 )
-from prunex_mpi.pruning.compaction import Plan, cut_plan, pack_, unpack_
+from prunex_mpi.pruning.masks import Plan, cut_plan, pack_, unpack_
 
 # The wire dtype of statistics where that of parameters has fewer bits than float32.
 STATISTICS = "bf16"

@@ -27,9 +27,8 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout, flatten_
 from prunex_mpi.models.standalone import Sizes
-from prunex_mpi.pruning.compaction import build_plan
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.masks import Mask, make_mask
+from prunex_mpi.pruning.masks import Mask, build_plan, make_mask
 from prunex_mpi.pruning.shrink import smaller_sizes
 from prunex_mpi.settings.fields import Settings
 

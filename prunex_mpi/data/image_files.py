@@ -23,8 +23,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, listed, one_line
 from prunex_mpi.base.files import CHUNK_BYTES, open_regular
-from prunex_mpi.data.decoding import MOST_LABEL, Files
-from prunex_mpi.data.images import MOST_PIXELS, as_uint8, open_rgb
+from prunex_mpi.data.decoding import MOST_LABEL, MOST_PIXELS, Files, as_uint8, open_rgb
 from prunex_mpi.data.request import TEST, Classes, Known, Request
 from prunex_mpi.data.sources import Source
 

@@ -25,10 +25,9 @@ from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.state import State, adopt_mask, freeze
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.groups import gemm_views
 from prunex_mpi.pruning.lasso import SMOOTHING
-from prunex_mpi.pruning.masks import find_pruned, mask_drift
+from prunex_mpi.pruning.masks import find_pruned, mask_drift, pack_, unpack_
 from prunex_mpi.pruning.projection import group_squared_norms, select
 from prunex_mpi.settings.fields import Settings
 

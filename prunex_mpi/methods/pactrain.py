@@ -55,7 +55,7 @@ from prunex_mpi.methods.declared import GRASP_BELOW
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.dummy_input import keeping
 from prunex_mpi.models.layout import Layout, matrices
-from prunex_mpi.pruning.unstructured import (
+from prunex_mpi.pruning.projection import (
     Batches,
     add_gradients_,
     add_hessian_products_,

@@ -16,8 +16,8 @@ computes the same. LayerNorm goes on to divide by the original number of channel
 
 The model itself runs: ATen operations of torch.export do not say which number of which Python call
 counts channels, and without those half of the groups leaves 0.71 of a Swin in place of 0.27. An
-operation without a rule is tried (`elementwise`), and pins its channels, which is safe, unless it
-works element by element.
+operation without a rule is tried (`channel_trace.Trial`), and pins its channels, which is safe,
+unless it works element by element.
 """
 
 from collections import Counter, defaultdict

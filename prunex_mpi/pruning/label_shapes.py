@@ -1,4 +1,4 @@
-"""Rules for labels: reshaping, slicing, splitting and concatenating.
+"""Rules for labels: reshaping, slicing, splitting, concatenating, pooling and padding.
 
 Labels move as the data do. What the code relies on is recorded: tensors must stay rectangular when
 channels are gone, and numbers in calls must count what is left.
@@ -14,6 +14,7 @@ from prunex_mpi.models.slim import flatten
 from prunex_mpi.pruning.labels import (
     CUTTING,
     RESHAPING,
+    VOID,
     Labels,
     Size,
     counts,
@@ -227,3 +228,78 @@ def _fix(labels: Labels, found: Tensor, dim: int) -> bool:
 def _fix_beside(labels: Labels, found: Tensor, dim: int) -> bool:
     """Keep the size of a dimension if channels may be along another; return whether they may."""
     return varying(found) != [dim] and _fix(labels, found, dim)
+
+
+def pool(labels: Labels, result: Tensor, x: Tensor) -> None:
+    """Pass on the labels of what is pooled over positions."""
+    found, zero = labels.of(x)
+    # Batch and channel come first.
+    flat = thin(found)[0].flatten(2) if found.dim() > 2 else found
+    if found.dim() != result.dim() or bool((flat != flat[..., :1]).any()):
+        labels.keep([x], [result], "pooling mixes it with others")
+        return
+    corner = found[(..., *[slice(0, 1)] * (found.dim() - 2))]
+    labels.label(result, corner.expand(result.shape), zero)
+
+
+def reduce(
+    labels: Labels, result: object, func: Callable, args: tuple, kwargs: dict[str, object]
+) -> None:
+    """Pass on the labels of a sum, mean or maximum over dimensions in which they become equal."""
+    x, name = args[0], func.__name__
+    # The places of the dimensions and of keepdim.
+    first, last = {"norm": (2, 3), "vector_norm": (2, 3), "var": (1, 3), "std": (1, 3)}.get(
+        name, (1, 2)
+    )
+    dims = kwargs.get("dim", args[first] if len(args) > first else None)
+    keep = kwargs.get("keepdim", args[last] if len(args) > last else False)
+    found, zero = labels.of(x)
+    if dims is None or not isinstance(result, Tensor):
+        labels.keep([x], [result], f"{name} mixes it with others")
+        return
+    over = {d % x.dim() for d in ([dims] if isinstance(dims, int) else dims)}
+    along = set(varying(found))
+    if len(along & over) == 1 and along <= over:
+        (dim,) = along
+        # Zeros change neither a sum nor a length.
+        if labels.mix(x, dim, filled=name not in ("sum", "norm", "vector_norm")):
+            labels.label_pinned([result])
+            return
+    else:
+        for dim in along & over:
+            labels.join_along(found, dim)
+        found = labels.roots(found)
+        if not over & set(varying(found)):
+            labels.label(result, found.amin(tuple(over), keepdim=keep), zero)
+            return
+    labels.keep([x], [result], f"{name} mixes it with others")
+
+
+def pad(
+    labels: Labels,
+    result: Tensor,
+    x: Tensor,
+    pad: tuple[int, ...],
+    mode: str = "constant",
+    value: float | None = None,
+) -> None:
+    """Give what is around the positions of a channel its label, and VOID to added channels."""
+    found, zero = labels.of(x)
+    if value:
+        labels.keep([x], [result], "padding that isn't zero; pad with zeros")
+        return
+    for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim, size = x.dim() - 1 - number, x.shape[-1 - number]
+        places = torch.arange(-before, size + after)
+        moved = found.index_select(dim, places.clamp(0, size - 1))
+        along = varying(found)
+        if mode != "constant" and dim in along and (before, after) != (0, 0):
+            labels.keep([x], [result], f"padding by {mode} mixes it with others")
+            return
+        # The channel dimension is where labels vary, or the second where they don't.
+        if mode == "constant" and (dim in along or (dim < 2 and not along)):
+            shape = [-1 if d == dim else 1 for d in range(x.dim())]
+            inside = ((places >= 0) & (places < size)).view(shape)
+            moved = torch.where(inside, moved, VOID)
+        found = moved
+    labels.label(result, found, zero)

@@ -388,7 +388,7 @@ def by_position(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Reasons and hints; test_labels tries each hint on a network
+# Reasons and hints; test_channel_trace tries each hint on a network
 # --------------------------------------------------------------------------------------------------
 
 NUMBER = "where a number does, write -1 or x.shape[1]"

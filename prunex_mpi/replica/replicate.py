@@ -32,7 +32,7 @@ from prunex_mpi.core.state import Problem, RunContext, State, build_state, weigh
 from prunex_mpi.core.threads import set_threads
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.methods.stepper import Stepper
-from prunex_mpi.models.example import Called, as_read
+from prunex_mpi.models.dummy_input import Called, as_read
 from prunex_mpi.models.layout import build_layout, trained_parameters
 from prunex_mpi.models.standalone import fill_, resize_
 from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors

@@ -54,8 +54,7 @@ from prunex_mpi.methods import hsadmm, per_step
 from prunex_mpi.methods.exchange import Dense
 from prunex_mpi.models.inputs import Images, inputs_from
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.compaction import pack_, unpack_
-from prunex_mpi.pruning.masks import make_mask
+from prunex_mpi.pruning.masks import make_mask, pack_, unpack_
 from prunex_mpi.run.problem import build_problem, load_dataset, make_model
 from prunex_mpi.run.start import set_up
 from prunex_mpi.run.supervision import learn, outer_iterations

@@ -43,7 +43,7 @@ from prunex_mpi.core.schedule import steps_with
 from prunex_mpi.core.state import Problem, RunContext, State
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.data.text import WindowStream
-from prunex_mpi.models.draws import seed_all
+from prunex_mpi.models.dummy_input import seed_all
 from prunex_mpi.run import checkpoint_files
 from prunex_mpi.run.checkpoint_files import leaders_in, read_rank_file
 from prunex_mpi.run.directory import RunDirectory

@@ -16,9 +16,8 @@ from prunex_mpi.data.request import NOTHING_KNOWN, Known, Request
 from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import count_kept
 from prunex_mpi.pruning.groups import Groups, out_of_reach
-from prunex_mpi.pruning.masks import kept_numel
+from prunex_mpi.pruning.masks import count_kept, kept_numel
 from prunex_mpi.pruning.projection import select
 from prunex_mpi.run.pretrained import check_initial
 from prunex_mpi.run.problem import CPU, find_inputs, make_model

@@ -24,8 +24,7 @@ from prunex_mpi.data.text import TextSet, Windows, take_windows
 from prunex_mpi.data.text_files import BYTES, CHARS, FILE_NAME, Tokenizer, read_text_data
 from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
-from prunex_mpi.models.draws import keeping_draws, seed_all
-from prunex_mpi.models.dummy_input import transient_buffers
+from prunex_mpi.models.dummy_input import keeping_draws, seed_all, transient_buffers
 from prunex_mpi.models.inputs import Inputs, inputs_from
 from prunex_mpi.run.directory import COMPLETE, read_summary
 from prunex_mpi.settings.fields import TEXT, Settings

@@ -50,7 +50,7 @@ TORCHVISION = "torchvision"
 # What the weights that a run began with are, and what they reached.
 INITIAL = "initial.json"
 # How the weights of a network that has become smaller are taken.
-BY_EXPORT = "model.safetensors with a --model by fresh of prunex_mpi/models/found_widths.py"
+BY_EXPORT = "model.safetensors with a --model by fresh of prunex_mpi/models/build.py"
 # So much of a digest is shown.
 SHOWN_DIGITS = 12
 

@@ -49,7 +49,7 @@ from prunex_mpi.data.text import TextSet, WindowStream, take_windows, window_bat
 from prunex_mpi.data.text_files import Text, Tokenizer, forget, map_text, prepare
 from prunex_mpi.diagnosis.facts import gpu_identity
 from prunex_mpi.models.build import build_model
-from prunex_mpi.models.draws import seed_all
+from prunex_mpi.models.dummy_input import seed_all
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import trained_parameters
 from prunex_mpi.run.finished_run import load_alike

@@ -55,8 +55,7 @@ from prunex_mpi.diagnosis.ranks import check_ranks
 from prunex_mpi.methods.exchanges import memory_of
 from prunex_mpi.models.build import CIFAR_STEM_MAX_SIDE, build_model
 from prunex_mpi.models.build import describe as describe_model
-from prunex_mpi.models.draws import keeping_draws
-from prunex_mpi.models.dummy_input import moved_in_training, probe, reads_ahead
+from prunex_mpi.models.dummy_input import keeping_draws, moved_in_training, probe, reads_ahead
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.channel_trace import rules_of

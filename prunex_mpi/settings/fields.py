@@ -16,7 +16,7 @@ from prunex_mpi.settings.values import setting
 CROSS_ENTROPY = "cross-entropy"
 TEXT = "text"
 PRESETS = ("recipe", "paper", "thin", "small", "finetune", "text")
-# As data/transforms.py has them.
+# As data/batches.py has them.
 TRANSFORMS = (
     *("trivial-augment", "rand-augment", "auto-augment", "color-jitter", "grayscale"),
     *("gaussian-blur", "random-erasing"),

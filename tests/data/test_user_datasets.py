@@ -21,7 +21,7 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.logs import log
 from prunex_mpi.data import datasets
 from prunex_mpi.data.datasets import Dataset
-from prunex_mpi.data.images import to_rgb
+from prunex_mpi.data.decoding import to_rgb
 from prunex_mpi.data.request import Part, Request
 from prunex_mpi.settings.fields import SHARED
 

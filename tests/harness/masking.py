@@ -5,10 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.compaction import Plan, build_plan
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.groups import Groups
-from prunex_mpi.pruning.masks import find_pruned, make_mask
+from prunex_mpi.pruning.masks import Plan, build_plan, find_pruned, make_mask
 from prunex_mpi.pruning.projection import group_squared_norms, select
 
 

@@ -28,7 +28,7 @@ from prunex_mpi.comm.agreement import DIGEST_BYTES
 from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.methods.hsadmm import intra_node_consensus
-from prunex_mpi.pruning.compaction import unpack_
+from prunex_mpi.pruning.masks import unpack_
 from prunex_mpi.run.supervision import outer_iterations
 from prunex_mpi.settings.fields import PAYLOADS
 

@@ -16,10 +16,9 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning import channel_trace
 from prunex_mpi.pruning.channel_trace import Rules
-from prunex_mpi.pruning.compaction import pack_, unpack_
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
-from prunex_mpi.pruning.masks import make_mask
+from prunex_mpi.pruning.masks import make_mask, pack_, unpack_
 from prunex_mpi.pruning.projection import group_squared_norms, select
 from prunex_mpi.pruning.removable import attempt, find_removable, find_rules, training_failure
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
@@ -258,7 +257,7 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(monkeypatch):
     def stumble(*_: object) -> None:
         raise KeyError("dim")
 
-    monkeypatch.setattr(channel_trace.label_layers, "reduce", stumble)
+    monkeypatch.setattr(channel_trace.label_shapes, "reduce", stumble)
     first, last = nn.Conv2d(3, 8, 3), nn.Linear(8, CLASSES)
 
     class Averaged(nn.Module):

@@ -1,6 +1,5 @@
 """Coupled groups: which channels go together, and that nothing is missed when they are gone."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -8,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from masking import mask_
+from odd_models import randomise_
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
@@ -15,7 +16,7 @@ from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.channel_trace import Rules
-from prunex_mpi.pruning.coupling import Coupling, find_coupling
+from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 
 SIDE = 8
@@ -329,43 +330,19 @@ def assert_exact(model: nn.Module) -> None:
     Slices of removed groups are zero except, one test after the other, for one parameter, which is
     noise: nothing may read it.
     """
-    randomise(model)
+    randomise_(model)
     model.eval()
     found = find_coupling(model, Images(SIDE))
     removed = np.arange(found.total) % 2 == 0
     images = torch.randn(2, 3, SIDE, SIDE)
-    zero_(model, found, removed)
+    mask_(model, found, removed)
     with torch.no_grad():
         wanted = model(images)
-        parameters = dict(model.named_parameters())
         # Rows of weights and of BatchNorm feed columns that are zero; columns read what is zero.
-        for name, gone in slices(found, removed):
-            kept = parameters[name].clone()
-            parameters[name][gone] = 9.0
-            torch.testing.assert_close(model(images), wanted)
-            parameters[name].copy_(kept)
+        for name, parameter in model.named_parameters():
+            for dim, ids in found.slices(name):
+                kept, gone = parameter.clone(), np.flatnonzero((ids >= 0) & removed[ids])
+                parameter.index_fill_(dim, torch.from_numpy(gone), 9.0)
+                torch.testing.assert_close(model(images), wanted)
+                parameter.copy_(kept)
     assert float(wanted.std()) > 0
-
-
-def randomise(model: nn.Module) -> None:
-    """Draw all parameters and statistics, since the initial ones hide mistakes."""
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) / math.sqrt(6))
-            if name.endswith("running_var"):
-                tensor.abs_().add_(0.5)
-
-
-def zero_(model: nn.Module, found: Coupling, removed: np.ndarray) -> None:
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, gone in slices(found, removed):
-            parameters[name][gone] = 0
-
-
-def slices(found: Coupling, removed: np.ndarray) -> list[tuple[str, tuple]]:
-    """Return (parameter, index) of every slice of the removed groups."""
-    bits = np.append(removed, False)
-    rows = [(n, (torch.from_numpy(bits[r]),)) for n, r in found.rows.items()]
-    return rows + [(n, (slice(None), torch.from_numpy(bits[c]))) for n, c in found.columns.items()]

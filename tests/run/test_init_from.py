@@ -31,8 +31,7 @@ from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import flat_values, make, resumed, with_overrides
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models import trained as weights_read
-from prunex_mpi.models.build import build_model, describe
-from prunex_mpi.models.found_widths import fresh
+from prunex_mpi.models.build import build_model, describe, fresh
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.standalone import FORMAT, PLAN
 from prunex_mpi.run import pretrained

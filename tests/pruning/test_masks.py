@@ -14,9 +14,8 @@ from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.compaction import count_kept, cut_plan, pack_, unpack_
 from prunex_mpi.pruning.groups import PATTERNS, Groups, find_groups
-from prunex_mpi.pruning.masks import make_mask
+from prunex_mpi.pruning.masks import count_kept, cut_plan, make_mask, pack_, unpack_
 from prunex_mpi.pruning.projection import select
 
 ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
