@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.limits import cores_of, cpu_limit
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
@@ -257,3 +260,14 @@ def library_name() -> str:
     """Return the MPI library's name and version in a few words."""
     first = MPI.Get_library_version().split("\n")[0].split(",")[0]
     return " ".join(first.replace("Version:", "").rstrip("\x00").split())
+
+
+def set_threads(core_sharers: int, host_size: int) -> int:
+    """Share the cores this rank may use among the ranks that may use the same; return threads.
+
+    All `host_size` ranks of the machine share what it may keep busy. OMP_NUM_THREADS wins.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(cores_of(os.sched_getaffinity(0)))
+        torch.set_num_threads(max(1, min(cores // core_sharers, cpu_limit() // host_size)))
+    return torch.get_num_threads()

@@ -21,8 +21,11 @@ from prunex_mpi.core.evaluation import (
     average_z_,
     estimate_statistics,
     evaluate,
+    iteration_record,
+    layer_records,
+    quality,
+    rank_record,
 )
-from prunex_mpi.core.metrics import iteration_record, layer_records, quality, rank_record
 from prunex_mpi.core.schedule import Stage, local_steps, rounds_left
 from prunex_mpi.core.state import RunContext, next_iteration
 from prunex_mpi.pruning.masks import mask_drift

@@ -18,11 +18,10 @@ from prunex_mpi.comm.counted import CountedComms, make_comms
 from prunex_mpi.comm.preemption import StopAgreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import Clock, Traffic
-from prunex_mpi.core.losses import Loss, Teacher
 from prunex_mpi.core.memory import STATISTICS, Memory, shared
 from prunex_mpi.core.message import Message
 from prunex_mpi.core.optimizer import OptimizerMemory, build_optimizer
-from prunex_mpi.core.task import EVALUATION_BATCH, IMAGES, Reader, Stream, Task
+from prunex_mpi.core.task import EVALUATION_BATCH, IMAGES, Loss, Reader, Stream, Task, Teacher
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout, flatten_

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.base.logs import log
+from prunex_mpi.core.evaluation import prunable_and_kept
 from prunex_mpi.core.memory import Declared, shared
-from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.state import State, adopt_mask, freeze
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout

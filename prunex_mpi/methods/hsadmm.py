@@ -46,10 +46,9 @@ from prunex_mpi.core import (
     mask_choice,
     replica_check,
     schedule,
-    statistics,
     steps,
 )
-from prunex_mpi.core.removal import remove_dropped_
+from prunex_mpi.core.lasting import remove_dropped_
 from prunex_mpi.core.state import (
     RunContext,
     State,
@@ -95,7 +94,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
             asynchronous = loop.is_asynchronous(context, this, stage)
             moved_node = moved = None
             with loop.phase(context, this, "intra"):
-                statistics.find_reference_(comms, state)
+                exchange.find_reference_(comms, state)
                 if method.nodes and not fragmented:
                     z_tilde = intra_node_consensus(node, state, settings)
             if method.flat:
@@ -210,7 +209,7 @@ def intra_node_consensus(node: CountedComm, state: State, settings: Settings) ->
     everyone's. In the memory of `scratch`. Collective on `node.comm`.
     """
     ranks = node.comm.size
-    statistics.average_in_node_(node, state)
+    exchange.average_in_node_(node, state)
     decay = admm.decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
     if settings.node_sync == "step" or ranks == 1:
         z_tilde = admm.weigh_candidate(state, decay, 1)

@@ -47,10 +47,9 @@ from prunex_mpi.comm.collectives import BUCKET_MIB
 from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.compress.quantise import integer_type, ternarise_
 from prunex_mpi.core.evaluation import check_readable
-from prunex_mpi.core.losses import softened
 from prunex_mpi.core.memory import Declared, shared
 from prunex_mpi.core.state import PRUNED, RunContext, State
-from prunex_mpi.core.task import IMAGES
+from prunex_mpi.core.task import IMAGES, softened
 from prunex_mpi.methods.declared import GRASP_BELOW
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.dummy_input import keeping

@@ -28,10 +28,10 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core import steps
 from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.evaluation import check_divergence
+from prunex_mpi.core.exchange import average_statistics
 from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_local
 from prunex_mpi.core.replica_check import check_replicas_
 from prunex_mpi.core.state import RunContext, agreeing, comms_of
-from prunex_mpi.core.statistics import average_statistics
 from prunex_mpi.core.steps import Rounds
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.methods.exchanges import exchange_of

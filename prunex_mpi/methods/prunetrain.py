@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunex_mpi.core.lasting import remove_
 from prunex_mpi.core.memory import Declared, shared
-from prunex_mpi.core.removal import remove_
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning import lasso

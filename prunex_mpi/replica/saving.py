@@ -16,8 +16,7 @@ from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core import lasting
-from prunex_mpi.core.lasting import Numbers, Tensors
-from prunex_mpi.core.removal import fit_network, left_of
+from prunex_mpi.core.lasting import Numbers, Tensors, fit_network, left_of
 from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.settings.fields import Settings
 

@@ -37,8 +37,7 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core import lasting
-from prunex_mpi.core.lasting import MASK, Numbers, Parts, Tensors
-from prunex_mpi.core.removal import fit_network, left_of
+from prunex_mpi.core.lasting import MASK, Numbers, Parts, Tensors, fit_network, left_of
 from prunex_mpi.core.schedule import steps_with
 from prunex_mpi.core.state import Problem, RunContext, State
 from prunex_mpi.data.batches import BatchStream

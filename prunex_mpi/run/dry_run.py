@@ -8,10 +8,10 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.cli import shown
 from prunex_mpi.config.resolve import flat_values, make, toml_key
 from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.message import message_bytes
 from prunex_mpi.core.schedule import quadratic_rounds, schedule_progress
 from prunex_mpi.core.state import find_stats_groups, kept_stats
+from prunex_mpi.core.task import find_losses
 from prunex_mpi.data.request import NOTHING_KNOWN, Known, Request
 from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.models import batchnorm

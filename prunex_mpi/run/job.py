@@ -25,8 +25,14 @@ from prunex_mpi.comm.agreement import (
 from prunex_mpi.comm.preemption import find_deadline
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import to_toml
-from prunex_mpi.core.evaluation import Evaluation, best_of, delivered, evaluate_on
-from prunex_mpi.core.metrics import density, prunable_and_kept
+from prunex_mpi.core.evaluation import (
+    Evaluation,
+    best_of,
+    delivered,
+    density,
+    evaluate_on,
+    prunable_and_kept,
+)
 from prunex_mpi.core.state import Problem, RunContext, State, weights
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.request import Request

@@ -30,9 +30,8 @@ from prunex_mpi.comm.agreement import (
     run_collectively,
 )
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.lasting import Numbers, Tensors, lasting
+from prunex_mpi.core.lasting import Numbers, Tensors, fit_network, lasting, left_of
 from prunex_mpi.core.memory import SUM
-from prunex_mpi.core.removal import fit_network, left_of
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.models.layout import bits_digest
 from prunex_mpi.run.checkpoint import common_contents, put_common

@@ -25,10 +25,9 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.collectives import Transport, broadcast_weights_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.evaluation import evaluate
-from prunex_mpi.core.losses import Teacher
-from prunex_mpi.core.metrics import quality
+from prunex_mpi.core.evaluation import evaluate, quality
 from prunex_mpi.core.state import Problem, RunContext, begin_iteration
+from prunex_mpi.core.task import Teacher
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.models import standalone
 from prunex_mpi.models.dummy_input import try_forward

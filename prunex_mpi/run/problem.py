@@ -28,10 +28,9 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.collectives import Transport, broadcast_weights_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.schedule import steps_of
 from prunex_mpi.core.state import Problem
-from prunex_mpi.core.task import EVALUATION_BATCH, IMAGES, next_token
+from prunex_mpi.core.task import EVALUATION_BATCH, IMAGES, find_losses, next_token
 from prunex_mpi.data.batches import (
     Augmentation,
     BatchStream,

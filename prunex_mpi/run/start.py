@@ -28,17 +28,15 @@ from prunex_mpi.comm.agreement import (
     run_on_root,
 )
 from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, build_transport
-from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of
+from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of, set_threads
 from prunex_mpi.config.checks import advice
 from prunex_mpi.config.resolve import to_toml
-from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema
+from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema, prunable_and_kept
 from prunex_mpi.core.grouping import choose_rules, log_unpruned, make_groups
-from prunex_mpi.core.losses import find_losses
-from prunex_mpi.core.metrics import prunable_and_kept
 from prunex_mpi.core.optimizer import describe_muon
 from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.state import RunContext, build_state
-from prunex_mpi.core.threads import set_threads
+from prunex_mpi.core.task import find_losses
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.request import Known, Request
 from prunex_mpi.data.text import TextSet

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.core.losses import Teacher, distilled
+from prunex_mpi.core.task import Teacher, distilled
 
 CLASSES, SIDE, BATCH = 5, 4, 6
 

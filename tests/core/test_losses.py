@@ -9,8 +9,7 @@ from pretended import CPU, GPU, pretended_gpu
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.losses import cross_entropy, find_losses, logits_of, softened
-from prunex_mpi.core.task import by_position
+from prunex_mpi.core.task import by_position, cross_entropy, find_losses, logits_of, softened
 
 
 def scalar(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -25,9 +24,7 @@ def vector(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings("error")
 def test_a_loss_must_be_a_number(monkeypatch):
     own = {"scalar": scalar, "vector": vector}
-    monkeypatch.setattr(
-        "prunex_mpi.core.losses.import_function", lambda _, name, *__: own[name[4:]]
-    )
+    monkeypatch.setattr("prunex_mpi.core.task.import_function", lambda _, name, *__: own[name[4:]])
     settings = make(dataset="synthetic", train_samples=64, test_samples=16, loss="own:scalar")
     assert find_losses(settings, 3, CPU) == (scalar, pytest.approx(math.log(3)))
     settings = make(dataset="synthetic", train_samples=64, test_samples=16, loss="own:vector")
@@ -42,7 +39,7 @@ def test_a_loss_is_tried_where_it_will_be_used(monkeypatch):
     def weighted(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return (outputs * by_class).sum()
 
-    monkeypatch.setattr("prunex_mpi.core.losses.import_function", lambda *_: weighted)
+    monkeypatch.setattr("prunex_mpi.core.task.import_function", lambda *_: weighted)
     settings = make(loss="own:weighted")
     assert find_losses(settings, 3, CPU) == (weighted, 0.0)
     with pretended_gpu(), pytest.raises(UserError, match=r"labels \[2\] on cuda:0"):

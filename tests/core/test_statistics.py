@@ -8,8 +8,8 @@ from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.config.resolve import make
+from prunex_mpi.core.exchange import average_statistics, find_reference_
 from prunex_mpi.core.schedule import Stage
-from prunex_mpi.core.statistics import average_statistics, find_reference_
 from prunex_mpi.methods.hsadmm import inter_node_consensus, intra_node_consensus
 from prunex_mpi.methods.sparseloco import SparseLoco
 

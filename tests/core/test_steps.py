@@ -10,8 +10,8 @@ from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.losses import find_losses
 from prunex_mpi.core.steps import averaging, begin_step_, clip_
+from prunex_mpi.core.task import find_losses
 from prunex_mpi.run.supervision import learn
 
 BATCH, CLASSES, SIDE = 8, 5, 6

@@ -215,7 +215,9 @@ def test_every_key_of_a_record_has_a_row():
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     named = {name for row in rows for name in spans(row)}
     keys = {f"seconds.{phase}" for phase in PHASES} | {f"bytes.{kind}" for kind in KINDS}
-    sources = "".join((PACKAGE / "core" / f"{name}.py").read_text() for name in ("metrics", "loop"))
+    sources = "".join(
+        (PACKAGE / "core" / f"{name}.py").read_text() for name in ("evaluation", "loop")
+    )
     for function in ("iteration_record", "quality", "finish_round"):
         body = re.search(rf"^def {function}\b.*?(?=^def |\Z)", sources, re.M | re.S)[0]
         keys |= set(re.findall(r'"(\w+)": ', body)) | set(re.findall(r'"(test_\w+)"', body))

@@ -11,8 +11,8 @@ from test_checkpoint import new_run
 from mpi4py import MPI
 
 from prunex_mpi.comm import topology as comm
-from prunex_mpi.core import statistics
-from prunex_mpi.core.statistics import find_reference_
+from prunex_mpi.core import exchange
+from prunex_mpi.core.exchange import find_reference_
 from prunex_mpi.data.batches import BatchStream
 from prunex_mpi.run.kept import InMemoryCheckpoint, begin, keep, put_back
 
@@ -48,7 +48,7 @@ def train_until_lost(topology, case, monkeypatch):
             raise Lost
         find_reference_(*given)
 
-    monkeypatch.setattr(statistics, "find_reference_", fail_in_the_third)
+    monkeypatch.setattr(exchange, "find_reference_", fail_in_the_third)
     kept = InMemoryCheckpoint(run.settings)
     begin(topology, run.context, "", kept)
     with pytest.raises(Lost):

@@ -40,7 +40,7 @@ PLACES = {
     "evaluation": ("prunex_mpi.core.evaluation:evaluate_on", []),
     "checkpoint": ("prunex_mpi.run.checkpoint_files:write_rank_file", ["--checkpoint-every", "2"]),
     "freeze": ("prunex_mpi.methods.hsadmm:freeze", []),
-    "removal": ("prunex_mpi.core.removal:remove_", ["--groups", "coupled", "--remove-dropped"]),
+    "removal": ("prunex_mpi.core.lasting:remove_", ["--groups", "coupled", "--remove-dropped"]),
     "keeping": ("prunex_mpi.run.kept:common_contents", []),
     "end": ("prunex_mpi.run.job:deliver", []),
 }

@@ -14,8 +14,7 @@ from small_runs import COMMON, PRUNING, small_run
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation
-from prunex_mpi.core.evaluation import BEST, Evaluation, best_of, is_better, stage_of
-from prunex_mpi.core.metrics import density
+from prunex_mpi.core.evaluation import BEST, Evaluation, best_of, density, is_better, stage_of
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.supervision import outer_iterations
 

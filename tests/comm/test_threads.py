@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from prunex_mpi.core import threads as module
+from prunex_mpi.comm import topology as module
 
 
 @pytest.mark.parametrize(
