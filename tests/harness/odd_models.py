@@ -299,5 +299,9 @@ class _WithEmpty(nn.Module):
         return torch.cat([outputs, self.none(outputs)], dim=1)
 
 
+def with_empty_parameters(num_classes: int, image_size: int) -> nn.Module:
+    return _WithEmpty(small(num_classes, image_size), num_classes)
+
+
 def reads_with_empty_parameters(num_classes: int, image_size: int) -> nn.Module:
     return _WithEmpty(nn.Sequential(Reader(num_classes, image_size)), num_classes)
