@@ -12,7 +12,7 @@ from refused import assert_refused
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import BY_NAME as METHODS
 from prunex_mpi.models.inputs import Images, Tokens
-from prunex_mpi.research.plan import parse, read_plan, settings_of
+from prunex_mpi.research.plan import Options, parse, read_plan, settings_of
 from prunex_mpi.run.problem import make_model
 from prunex_mpi.settings.values import AUTO
 
@@ -132,10 +132,15 @@ BATCH = Path(__file__).resolve().parents[2] / "batch"
 FOUND = "batch.found_widths:slim"
 
 
+def shipped(path: Path) -> Options:
+    """Parse a plan of the project, whose own model is trusted."""
+    trusted = ["--model", FOUND] if FOUND in path.read_text() else []
+    return parse(["--plan", str(path), "--data-dir", "x", *trusted])
+
+
 @pytest.mark.parametrize("path", sorted(BATCH.glob("p*_*.toml")), ids=lambda path: path.stem)
 def test_the_plans_that_are_shipped_can_be_run(path):
-    trusted = ["--model", FOUND] if path.stem == "plan_found" else []
-    options = parse(["--plan", str(path), "--data-dir", "x", *trusted])
+    options = shipped(path)
     # The rivals of that one row are in plan_average.
     assert len(options.rows) > 2 or path.stem == "plan_found"
     made = set()
@@ -156,9 +161,7 @@ def test_results_tell_which_plan_they_are_of():
     """By its hash, or one that the plan names, where a preset's values were written out since."""
     known = ""
     for path in sorted(BATCH.glob("plan_*.toml")):
-        flags = ["--plan", str(path), "--data-dir", "x", "--model", FOUND]
-        text = path.read_text()
-        known += f"{parse(flags if FOUND in text else flags[:4]).plan} {text}"
+        known += f"{shipped(path).plan} {path.read_text()}"
     results = sorted((BATCH.parent / "prunex_mpi/methods/results").glob("*.json"))
     assert results
     for path in results:
