@@ -9,10 +9,8 @@ blocks of the gradient are zero, which on most networks none are.
 import torch
 from torch import Tensor
 
-from mpi4py import MPI
-
 from prunex_mpi.compress import sparse
-from prunex_mpi.compress.quantise import pack_, unpack_
+from prunex_mpi.core.mask_choice import agree_by_or
 from prunex_mpi.core.memory import Declared, summed
 from prunex_mpi.core.state import State
 from prunex_mpi.core.sums import EqualParts
@@ -32,25 +30,20 @@ class OmniReduce(Exchange):
     )
 
     def allocate(self) -> None:
-        theta, self.size = self.state.theta, self.options.block_size
+        theta, (count, chosen) = self.state.theta, sizes_of(self.settings, self.state.theta.numel())
+        # The gradient in whole blocks, filled up with zeros.
+        self.blocks = theta.new_zeros(count, self.options.block_size)
+        self.message = torch.empty_like(self.blocks[:chosen])
         if self.options.block_ratio < 1:
-            count = sparse.share_of(
-                sparse.block_count(theta.numel(), self.size), self.options.block_ratio
-            )
-            numbers = torch.empty(count, dtype=torch.int32, device=theta.device)
-            self.sent = EqualParts(self.link, theta.new_empty(count, self.size), numbers)
-            self.total = torch.empty_like(self.state.memory[RESIDUAL]).view(-1, self.size)
-        else:
-            self.bits = sparse.new_bits(theta.numel(), self.size, theta.device)
-            self.packed = self.bits.new_empty(1, self.bits.numel() // 8, dtype=torch.uint8)
-            self.blocks = torch.empty_like(theta)
+            numbers = torch.empty(chosen, dtype=torch.int32, device=theta.device)
+            self.sent = EqualParts(self.link, self.message, numbers)
 
     @staticmethod
     def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate what has not been sent yet, in whole blocks; nothing where all travel."""
         if settings.options.block_ratio == 1:
             return {}
-        blocks = sparse.block_count(layout.numel, settings.options.block_size)
+        blocks, _ = sizes_of(settings, layout.numel)
         return {RESIDUAL: summed(theta.new_zeros(blocks * settings.options.block_size))}
 
     def exchange_(self, flat: Tensor) -> None:
@@ -63,29 +56,34 @@ class OmniReduce(Exchange):
     def send_top_(self, grad: Tensor) -> None:
         """Send the blocks of largest norm of residual + gradient; the others are the new residual.
 
-        Of the whole gradient, as blocks are larger than many layers.
+        Of the whole gradient, as blocks are larger than many layers (Block Top-k).
         """
         residual, sent = self.state.memory[RESIDUAL], self.sent
         residual[: grad.numel()].add_(grad)
-        sparse.move_top_blocks_(residual.view(-1, self.size), sent.values, sent.positions)
-        sent.sum_(self.total)
-        grad.copy_(self.total.view(-1)[: grad.numel()])
+        blocks = residual.view(self.blocks.shape)
+        norms = torch.linalg.vector_norm(blocks, dim=1)
+        chosen = torch.topk(norms, len(sent.values), sorted=False).indices.sort().values
+        sparse.move_(blocks, chosen, sent.values, sent.positions)
+        sent.sum_(self.blocks)
+        grad.copy_(self.blocks.view(-1)[: grad.numel()])
 
     def send_nonzero_(self, grad: Tensor) -> None:
         """Set `grad` to the sum over the workers."""
-        row = self.bits.view(torch.uint8).view(1, -1)
-        sparse.find_nonzero_(grad, self.size, self.bits)
-        pack_(row, 1, self.packed)
-        self.link.reduce_(self.packed.view(-1), MPI.BOR, kind="mask")
-        unpack_(self.packed, 1, row)
-        chosen = self.bits.nonzero().squeeze(1)
-        if chosen.numel() == sparse.block_count(grad.numel(), self.size):
+        blocks, flat = self.blocks, self.blocks.view(-1)[: grad.numel()]
+        flat.copy_(grad)
+        # NaN is something.
+        holding = agree_by_or(self.link, torch.any(blocks, 1).cpu().numpy())
+        if holding.all():
             # They are together already.
             self.link.reduce_(grad)
             return
-        message = sparse.take_blocks_(grad, self.size, chosen, self.blocks)
-        self.link.reduce_(message)
-        sparse.put_blocks_(grad, self.size, chosen, message)
+        chosen = torch.from_numpy(holding.nonzero()[0]).to(grad.device)
+        message = torch.index_select(blocks, 0, chosen, out=self.message[: len(chosen)])
+        # The last block may be shorter, and travels as short as it is.
+        filler = blocks.numel() - grad.numel() if holding[-1] else 0
+        self.link.reduce_(message.view(-1)[: message.numel() - filler])
+        blocks.index_copy_(0, chosen, message)
+        grad.copy_(flat)
 
     @staticmethod
     def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
@@ -98,10 +96,15 @@ class OmniReduce(Exchange):
     @staticmethod
     def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
         block, ratio = settings.options.block_size, settings.options.block_ratio
-        blocks = sparse.block_count(layout.numel, block)
+        blocks, count = sizes_of(settings, layout.numel)
         if ratio == 1:
             how = f"at most, and {-(-blocks // 8):,} B of block bits, {settings.aggregation}"
             return layout.numel * size, how
-        count = sparse.share_of(blocks, ratio)
         how = f"{count:,} of {blocks:,} blocks of {block}, {settings.aggregation}"
         return count * (block * size + sparse.POSITION_BYTES), how
+
+
+def sizes_of(settings: Settings, numel: int) -> tuple[int, int]:
+    """Return in how many blocks so many elements are, and how many of them a worker sends."""
+    blocks = -(-numel // settings.options.block_size)
+    return blocks, sparse.share_of(blocks, settings.options.block_ratio)

@@ -1,4 +1,4 @@
-"""Sparsification: nothing is lost, counts are those of the ratio, and sets of blocks."""
+"""Sparsification: nothing is lost, and counts are those of the ratio."""
 
 import math
 
@@ -8,14 +8,9 @@ from torch import nn
 
 from prunex_mpi.compress.sparse import (
     add_sparse_,
-    block_count,
     choose_count,
-    find_nonzero_,
     kept_per_layer,
-    new_bits,
-    put_blocks_,
     select_top_,
-    take_blocks_,
 )
 from prunex_mpi.models.layout import Layout, build_layout
 
@@ -71,45 +66,6 @@ def test_sparse_vectors_add_up_where_they_meet():
     positions = torch.tensor([[0, 3], [3, 5]], dtype=torch.int32)
     add_sparse_(flat, values, positions)
     assert flat.tolist() == [14.0, 17.0, 9.0, 21.0, 9.0, 29.0]
-
-
-# Elements and the size of a block: whole blocks only, one over, one short, less than a block.
-SHAPES = [(64, 8), (65, 8), (63, 8), (5, 8), (8, 8), (37, 1), (37, 37)]
-
-
-@pytest.mark.parametrize(("numel", "size"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_block_is_found_by_any_of_its_elements(numel, size, dtype):
-    count = math.ceil(numel / size)
-    assert block_count(numel, size) == count
-    bits = new_bits(numel, size, torch.device("cpu"))
-    assert (bits.numel() % 8, bits.numel() - count < 8) == (0, True)
-    find_nonzero_(torch.full((numel,), -0.0, dtype=dtype), size, bits)
-    assert not bits.any()
-    for value in (1e-45 if dtype == torch.float32 else 5e-324, -1.0, math.inf, math.nan):
-        for i in range(numel):
-            flat = torch.zeros(numel, dtype=dtype)
-            flat[i] = value
-            find_nonzero_(flat, size, bits)
-            assert bits.nonzero().squeeze(1).tolist() == [i // size]
-
-
-@pytest.mark.parametrize(("numel", "size"), SHAPES)
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("last", [False, True])
-def test_chosen_blocks_travel_and_the_others_stay(numel, size, share, last):
-    count = block_count(numel, size)
-    wanted = torch.rand(count, generator=torch.Generator().manual_seed(3)) < share
-    wanted[-1] = last
-    chosen = wanted.nonzero().squeeze(1)
-    flat = torch.arange(1.0, numel + 1)
-    before = flat.clone()
-    travels = wanted.repeat_interleave(size)[:numel]
-    message = take_blocks_(flat, size, chosen, torch.full((numel,), 9.0))
-    assert message.tolist() == before[travels].tolist()
-    message.mul_(10)
-    put_blocks_(flat, size, chosen, message)
-    assert torch.equal(flat, torch.where(travels, 10 * before, before))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """OmniReduce over MPI: the sum of dense SGD with the bytes of the blocks that hold anything."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -10,11 +11,16 @@ from driving import (
     SHAPES,
     STEPS,
     assert_alike_on_all_ranks,
+    exchange_over,
+    make_context,
     run_driver,
+    wire_of,
 )
 from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
+
+from mpi4py import MPI
 
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods.omnireduce import OmniReduce
@@ -95,3 +101,53 @@ def test_nothing_at_all_is_no_message():
             assert record["bytes"]["payload"] == 0
             assert record["bytes"]["mask"] > 0
             assert torch.equal(state.theta.view(64, 5), before)
+
+
+# Elements and the size of a block: whole blocks only, one over, one short, less than a block.
+BLOCKS = [(64, 8), (65, 8), (63, 8), (5, 8), (8, 8), (37, 1), (37, 37)]
+
+
+def exchange_of_blocks(comm, numel, size, dtype):
+    """Return an exchange of so many elements over `comm`, and the gradient that it takes."""
+    settings = make(
+        method="omnireduce", omnireduce_block_size=size, omnireduce_block_ratio=1.0, **COMMON
+    )
+    model = nn.Linear(numel, 1, bias=False, dtype=dtype)
+    context = make_context(settings, model, RandomStream(0, dtype))
+    return exchange_over(wire_of(comm), context), context.state.grad
+
+
+@pytest.mark.parametrize(("numel", "size"), BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.two_ranks
+def test_every_block_is_found_by_any_of_its_elements(numel, size, dtype):
+    exchange, grad = exchange_of_blocks(MPI.COMM_SELF, numel, size, dtype)
+    traffic = exchange.link.traffic
+    for value in (1e-45 if dtype == torch.float32 else 5e-324, -1.0, math.inf, math.nan):
+        for i in range(numel):
+            before = traffic.payload
+            grad.fill_(-0.0)
+            grad[i] = value
+            wanted = grad.clone()
+            exchange.exchange_(grad)
+            torch.testing.assert_close(grad, wanted, rtol=0, atol=0, equal_nan=True)
+            block = min(size, numel - i // size * size)
+            assert traffic.payload - before == block * grad.element_size()
+    assert traffic.mask == 4 * numel * math.ceil(math.ceil(numel / size) / 8)
+
+
+@pytest.mark.parametrize(("numel", "size"), BLOCKS)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("last", [False, True])
+def test_chosen_blocks_travel_and_the_others_stay(numel, size, share, last):
+    exchange, grad = exchange_of_blocks(WORLD, numel, size, torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    wanted = torch.rand(math.ceil(numel / size), generator=generator) < share
+    wanted[-1] = last
+    travels = wanted.repeat_interleave(size)[:numel]
+    given = torch.arange(1.0, numel + 1, dtype=torch.float64) * travels
+    for _ in range(2):
+        grad.copy_(given)
+        exchange.exchange_(grad)
+        assert torch.equal(grad, given * WORLD.size)
+    assert exchange.link.traffic.payload == 2 * 8 * int(travels.sum())
