@@ -1,10 +1,14 @@
 """A step of AdaCGD: each worker mends the estimate of its gradient by as much as it needs.
 
-After Makarenko et al. 2022 (arXiv:2211.00188), with Top-K of several levels. All workers know the
-sum of the estimates h. A worker sends what the coarsest level that is good enough for it keeps of
-its gradient less its estimate, and nothing where the estimate is good enough as it is
-(`compress/sparse.py`). The first gradients travel whole. Nothing is left over for later: the
-estimates follow (EF21), and the step takes their sum.
+After Makarenko et al. 2022 (arXiv:2211.00188), with Top-K of several levels. With a worker's
+gradient x, the estimate h of it that all know and its gradient y of the step before, level j leads
+to the estimate h + C_j(x - h). The coarsest is taken for which
+
+    |x - h - C_j(x - h)|^2 <= zeta |x - y|^2
+
+nothing at all (C = 0) being the coarsest of them; if there is none the finest. C_j keeps the
+elements of largest magnitude, so that all are read off one sorted list. The first gradients travel
+whole. Nothing is left over for later: the estimates follow (EF21), and the step takes their sum.
 
 With `--adacgd-average` a below 1 the worker's own average of gradients, x = (1 - a) y + a g, stands
 for the gradient, y being the average of the step before (EF21-SGDM, Fatkhullin et al. 2023).
@@ -66,17 +70,26 @@ class AdaCgd(Exchange):
             flat.lerp_(last, 1 - self.options.average)
         change = torch.linalg.vector_norm(last.sub_(flat), dtype=torch.float64).square()
         last.copy_(flat)
-        count = self.choose_(torch.sub(flat, estimate, out=self.state.scratch), change)
+        count = self.choose_(torch.sub(flat, estimate, out=self.state.scratch), ZETA * change)
         estimate.index_add_(0, self.places[:count], self.sent.values[:count])
         self.sent.add_to_(total, count)
         flat.copy_(total)
 
-    def choose_(self, difference: Tensor, change: Tensor) -> int:
-        """Make ready the elements of `difference` that go; return how many, and leave `places`."""
-        sent, places = self.sent, self.places
+    def choose_(self, difference: Tensor, bound: Tensor) -> int:
+        """Make ready the elements of `difference` that go; return how many, and leave `places`.
+
+        They are those of the coarsest level that leaves no more than `bound`, a sum of squares.
+        """
+        sent, places, counts = self.sent, self.places, self.counts
         torch.abs(difference, out=self.magnitudes)
-        torch.topk(self.magnitudes, self.counts[-1], out=(self.largest, places))
-        count = sparse.choose_count(difference, self.largest, self.counts, ZETA * change)
+        torch.topk(self.magnitudes, counts[-1], out=(self.largest, places))
+        squares = self.largest.double().square_().cumsum_(0)
+        whole = torch.linalg.vector_norm(difference, dtype=torch.float64).square()
+        ends = torch.tensor(counts, device=squares.device) - 1
+        left = torch.cat([whole.view(1), whole - squares[ends]])
+        # A NaN is below nothing: all that can be sent is.
+        fits = (left <= bound).tolist()
+        count = next((n for n, fit in zip([0, *counts], fits, strict=True) if fit), counts[-1])
         torch.index_select(difference, 0, places[:count], out=sent.values[:count])
         sent.positions[:count].copy_(places[:count])
         return count

@@ -80,8 +80,6 @@ def project_(workers: CountedComm, state: State, stage: Stage, last_z: Tensor) -
         mask = workers.broadcast_bits(mask, kind="mask")
         adopt_mask(state, mask)
         state.mask.apply_(state.z)
-    moved = None
-    if stage.measured:
-        moved = squared_distances(state.z, last_z, state.layout)
+    moved = squared_distances(state.z, last_z, state.layout) if stage.measured else None
     state.z_node.copy_(state.z)
     return moved

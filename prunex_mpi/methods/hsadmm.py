@@ -49,13 +49,7 @@ from prunex_mpi.core import (
     steps,
 )
 from prunex_mpi.core.lasting import remove_dropped_
-from prunex_mpi.core.state import (
-    RunContext,
-    State,
-    adopt_mask,
-    comms_of,
-    freeze,
-)
+from prunex_mpi.core.state import RunContext, State, adopt_mask, comms_of, freeze
 from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.methods.flat_consensus import agree_on_z
 from prunex_mpi.models.layout import squared_distances
@@ -247,8 +241,7 @@ def project(
         bits = state.mask.bits
         weighed = mask_choice.scored(leader, node, state, settings, z_tilde)
         if leader.is_member and stage.vote:
-            chosen = weighed, state, stage.strict
-            bits = mask_choice.agree_by_vote(leader, *chosen, node.comm.size)
+            bits = mask_choice.agree_by_vote(leader, weighed, state, stage.strict, node.comm.size)
         elif leader.is_member:
             bits = mask_choice.project_locally(weighed, state, stage.strict)
         bits = node.broadcast_bits(bits)

@@ -50,15 +50,13 @@ class Lion(Exchange):
         momentum.lerp_(flat, 1 - BETA2)
         self.cast_(update)
         votes = self.votes.sum_()
-        if self.votes.to_all:
-            flat.copy_(votes.view(-1)[: flat.numel()]).mul_(2).sub_(workers).sign_()
-            return
         # More than half of the workers, or no less: 1 or 0, and their sum where there may be a tie.
         outcome = (votes > workers // 2).to(torch.uint8)
         if workers % 2 == 0:
             outcome.add_(votes >= workers // 2)
-        flat.copy_(self.votes.spread_(outcome).view(-1)[: flat.numel()])
-        flat.mul_(2 if workers % 2 else 1).sub_(1)
+        if not self.votes.to_all:
+            outcome = self.votes.spread_(outcome)
+        flat.copy_(outcome.view(-1)[: flat.numel()]).mul_(2 if workers % 2 else 1).sub_(1)
 
     def cast_(self, update: Tensor) -> None:
         """Vote 1 where `update` is above 0, else 0."""

@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.compress import sparse
-from prunex_mpi.core.memory import Declared, summed
-from prunex_mpi.core.state import State
-from prunex_mpi.methods.exchange import RESIDUAL, Exchange
+from prunex_mpi.methods.exchange import RESIDUAL
+from prunex_mpi.methods.topk import TopK
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings
 
 
-class SparDl(Exchange):
-    """Add up the largest elements of blocks, filled up with zeros, in pairs (values, positions)."""
+class SparDl(TopK):
+    """Add up the largest elements of blocks, filled up with zeros, in pairs (values, positions).
+
+    What is remembered, and what positions take, is as in `TopK`.
+    """
 
     OPERATIONS = (
         ("largest of blocks, in each round", "workers", "Sendrecv", "values, then int32 positions"),
@@ -43,12 +45,6 @@ class SparDl(Exchange):
         self.arriving = paired(theta.new_empty(most, count))
         self.everyone = paired(theta.new_empty(workers, count))
         self.starts = size * torch.arange(workers, device=theta.device).view(-1, 1)
-
-    @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
-        """Allocate what has not been sent yet."""
-        sparse.check_positions(layout)
-        return {RESIDUAL: summed(torch.zeros_like(theta))}
 
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the largest of the sums of residual + gradient."""
@@ -84,10 +80,6 @@ class SparDl(Exchange):
         for kind, everyone in zip(mine, self.everyone, strict=True):
             self.link.gather_(kind, everyone)
         return self.everyone[0], self.everyone[1] + self.starts
-
-    @staticmethod
-    def metadata_bytes(settings: Settings, state: State, payload: int, rounds: int) -> int:
-        return sparse.position_bytes(payload, state.theta.element_size())
 
     @staticmethod
     def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:

@@ -19,8 +19,8 @@ from reference_rivals import simulate_local
 
 from mpi4py import MPI
 
-from prunex_mpi.compress import chunks
 from prunex_mpi.config.resolve import make
+from prunex_mpi.methods import sparseloco
 from prunex_mpi.methods.declared import METHODS
 
 pytestmark = pytest.mark.mpi
@@ -79,7 +79,7 @@ SCENARIOS |= {m.name: {"method": m.name} for m in METHODS if m.local_sgd and m.n
 def test_program_equals_oracle(ranks_per_node, scenario, monkeypatch):
     settings = make(**{**COMMON, **SCENARIOS[scenario]})
     # The network's largest tensors have several chunks.
-    monkeypatch.setattr(chunks, "CHUNK", CHUNK)
+    monkeypatch.setattr(sparseloco, "CHUNK", CHUNK)
     wanted = {**vars(settings), "steps": STEPS, "keep_ratio": settings.keep_ratio[0]}
     wanted["chunk"] = CHUNK
     model = new_net()
