@@ -246,7 +246,7 @@ def pack_(numbers: Tensor, bits: int, packed: Tensor) -> None:
 
     `bits` is 1, 2, 4 or 8, n a multiple of 8 / bits.
     """
-    *others, last = _bit_parts(numbers, bits)
+    *others, last = numbers.chunk(8 // bits, dim=1)
     packed.copy_(last)
     for part in reversed(others):
         packed.mul_(1 << bits).add_(part)
@@ -254,13 +254,9 @@ def pack_(numbers: Tensor, bits: int, packed: Tensor) -> None:
 
 def unpack_(packed: Tensor, bits: int, numbers: Tensor) -> None:
     """Read what `pack_` wrote."""
-    for place, part in enumerate(_bit_parts(numbers, bits)):
+    for place, part in enumerate(numbers.chunk(8 // bits, dim=1)):
         torch.bitwise_right_shift(packed, place * bits, out=part)
         part.bitwise_and_((1 << bits) - 1)
-
-
-def _bit_parts(numbers: Tensor, bits: int) -> list[Tensor]:
-    return list(numbers.chunk(8 // bits, dim=1))
 
 
 def integer_type(workers: int) -> torch.dtype:

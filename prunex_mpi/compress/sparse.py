@@ -40,22 +40,6 @@ def share_of(numel: int, ratio: float) -> int:
     return max(1, math.ceil(ratio * numel - 1e-9))
 
 
-def select_top_(
-    accumulated: Tensor, layout: Layout, counts: list[int], values: Tensor, positions: Tensor
-) -> None:
-    """Move the elements of largest magnitude of each layer out of `accumulated`.
-
-    `values` (its dtype) and `positions` (int32, in the flat vector) hold sum(counts) elements and
-    receive them, layer after layer; in `accumulated` zeros remain in their places.
-    """
-    start = 0
-    for segment, count in zip(layout.segments, counts, strict=True):
-        part = slice(start, start + count)
-        move_top_(accumulated[segment.place], values[part], positions[part])
-        positions[part].add_(segment.offset)
-        start += count
-
-
 def move_top_(piece: Tensor, values: Tensor, positions: Tensor) -> None:
     """Move the k elements of largest magnitude out of `piece`; `positions` are int32 [k]."""
     move_(piece, torch.topk(piece.abs(), values.numel(), sorted=False).indices, values, positions)

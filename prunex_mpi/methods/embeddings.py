@@ -167,7 +167,7 @@ class Parallax(Exchange):
 class Columns:
     """An embedding, the columns of each worker, and memory for a bucket of `room` rows of each.
 
-    `mine` are this worker's numbers of rows, `numbers` those of all; `seen` is who has any, bool.
+    `numbers` are those of all workers' rows; `seen` says of which any worker has something, bool.
     """
 
     segment: Segment
@@ -176,7 +176,6 @@ class Columns:
     leaving: Tensor
     arriving: Tensor
     numbers: Tensor
-    mine: Tensor
     seen: Tensor
 
 
@@ -207,7 +206,6 @@ class EmbRace(Parallax):
             theta.new_empty(room * width),
             theta.new_empty(room * max(width, workers * -(-width // workers))),
             numbers,
-            numbers.new_empty(room),
             numbers.new_empty(rows, dtype=torch.bool),
         )
 
@@ -231,8 +229,7 @@ class EmbRace(Parallax):
         table.seen.zero_()
         for start in range(0, counts.max(), table.room):
             pieces = (counts[:, 0] - start).clip(0, table.room).tolist()
-            mine, numbers = table.mine[: pieces[rank]], table.numbers[: sum(pieces)]
-            mine.copy_(touched[0][start : start + table.room])
+            mine, numbers = touched[0][start : start + table.room], table.numbers[: sum(pieces)]
             link.gather_parts_(mine, pieces, numbers, "mask")
             leaving = [0 if worker == rank else len(mine) * n for worker, n in enumerate(widths)]
             arriving = [
@@ -286,8 +283,8 @@ def all_but_rows(layout: Layout) -> list[slice]:
 
 
 def find_touched(rows: Tensor, owner: int, owners: int) -> Tensor:
-    """Return the numbers of an owner's `rows` [n, width] that are not zero; NaN is not."""
-    return owner + owners * torch.any(rows[owner::owners], 1).nonzero().squeeze(1)
+    """Return the numbers, int32, of an owner's `rows` [n, width] that are not zero; NaN is not."""
+    return (owner + owners * torch.any(rows[owner::owners], 1).nonzero().squeeze(1)).int()
 
 
 def most(settings: Settings, layout: Layout, size: int, counts: int) -> tuple[int, str]:

@@ -40,7 +40,6 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
 from prunex_mpi.comm.collectives import BUCKET_MIB
@@ -55,7 +54,6 @@ from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.dummy_input import keeping
 from prunex_mpi.models.layout import Layout, matrices
 from prunex_mpi.pruning.projection import (
-    Batches,
     add_gradients_,
     add_hessian_products_,
     kept_weights,
@@ -83,8 +81,8 @@ WINDOWS, BATCH_TOKENS = 100, 2**13
 class PacTrain(Exchange):
     """Send the supports of stable buckets, all others in full.
 
-    On workers `positions` are those of the stable supports in the flat vector, `counts` how many
-    each has; `message` are their values, and behind them a flag per stable bucket.
+    On workers `numbers` are the stable buckets, `positions` those of their supports in the flat
+    vector, `counts` how many each has; `message` are the values, and behind them a flag per bucket.
     """
 
     OPERATIONS = (
@@ -142,9 +140,9 @@ class PacTrain(Exchange):
     def fit_to_stable(self) -> None:
         """Fit what a worker sends to the buckets that are stable now."""
         memory, new = self.state.memory, self.state.theta.new_empty
-        numbers = memory[STABLE].nonzero().view(-1).tolist()
+        self.numbers = memory[STABLE].nonzero().view(-1).tolist()
         supports = memory[SUPPORT].split(self.bucket)
-        found = [supports[n].nonzero().view(-1).add_(n * self.bucket) for n in numbers]
+        found = [supports[n].nonzero().view(-1).add_(n * self.bucket) for n in self.numbers]
         self.positions = torch.cat([new(0, dtype=torch.int64), *found])
         self.counts = [places.numel() for places in found]
         total, buckets = self.positions.numel(), len(self.counts)
@@ -185,10 +183,9 @@ class PacTrain(Exchange):
         else:
             self.link.reduce_(self.message)
         raised = (flags > 0).tolist()
-        numbers = memory[STABLE].nonzero().view(-1).tolist()
         pieces = grad.split(self.bucket)
-        parts = zip(positions.split(counts), values.split(counts), strict=True)
-        for number, (places, sums), flagged in zip(numbers, parts, raised, strict=True):
+        parts = self.numbers, positions.split(counts), values.split(counts), raised
+        for number, places, sums, flagged in zip(*parts, strict=True):
             if not flagged:
                 pieces[number].zero_()
                 grad.index_copy_(0, places, sums)
@@ -225,8 +222,8 @@ class PacTrain(Exchange):
         window = self.options.stable_window
         if memory[CLOCK] % window:
             return
-        unchanged, digests = memory[UNCHANGED].numpy(), self.read_digests()
-        stable = agree_on_stable(self.comms.everyone, unchanged, digests, window)
+        digests = self.read_digests()
+        stable = agree_on_stable(self.comms.everyone, memory[UNCHANGED], digests, window)
         if not torch.equal(stable, memory[STABLE]):
             memory[STABLE].copy_(stable)
             if self.link.is_member:
@@ -244,7 +241,7 @@ class PacTrain(Exchange):
                 support.logical_or_(new)
                 memory[DIGESTS][number] = 0
 
-    def read_digests(self) -> np.ndarray:
+    def read_digests(self) -> Tensor:
         """Return a digest of each bucket's support, int64 [buckets]; what grew is read again."""
         digests = self.state.memory[DIGESTS]
         for number, piece in enumerate(self.state.memory[SUPPORT].split(self.bucket)):
@@ -252,7 +249,7 @@ class PacTrain(Exchange):
                 bits = np.packbits(piece.cpu().numpy())
                 digest = hashlib.blake2b(bits, digest_size=8).digest()
                 digests[number] = int.from_bytes(digest, "little", signed=True)
-        return digests.numpy()
+        return digests
 
     @staticmethod
     def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
@@ -270,13 +267,13 @@ class PacTrain(Exchange):
 
 
 def agree_on_stable(
-    everyone: CountedComm, unchanged: np.ndarray, digests: np.ndarray, window: int
+    everyone: CountedComm, unchanged: Tensor, digests: Tensor, window: int
 ) -> Tensor:
     """Return which buckets are stable on every rank: bool [buckets]. Collective on `world`.
 
     Their supports are `unchanged` for a window of steps and their `digests` are the same (int64).
     """
-    low = torch.from_numpy(np.stack([unchanged, digests, ~digests]))
+    low = torch.stack([unchanged, digests, ~digests])
     everyone.reduce_(low.view(-1), MPI.MIN, kind="mask")
     # The minimum of the complement is the complement of the maximum.
     return (low[0] >= window) & (low[1] == ~low[2])
@@ -351,36 +348,28 @@ def hessian_gradient_product(everyone: CountedComm, context: RunContext) -> Tens
             "score grasp looks at samples and their loss, which one's own loop keeps to itself; "
             "give pactrain_score='magnitude'"
         )
-    layout, model, temperature = state.layout, problem.model, GRASP_TEMPERATURE
     batches = batches_to_score(everyone, context)
 
     def loss(outputs: Any, labels: Tensor) -> Tensor:
-        return problem.loss(softened(outputs, temperature), labels)
+        context.heartbeat.go_on()
+        return problem.loss(softened(outputs, GRASP_TEMPERATURE), labels)
 
     slope, product = torch.zeros_like(state.theta), torch.zeros_like(state.theta)
-    model.train()
+    how = state.layout, problem.model, loss, batches
     passes = (
-        (slope, partial(add_gradients_, slope, layout, model, loss)),
-        (product, partial(add_hessian_products_, product, slope, layout, model, loss)),
+        (slope, partial(add_gradients_, slope, *how)),
+        (product, partial(add_hessian_products_, product, slope, *how)),
     )
-
+    problem.model.train()
     # The passes must leave no trace in the statistics of BatchNorm.
-    with keeping(model.buffers()):
+    with keeping(problem.model.buffers()):
         for flat, add in passes:
-            counted = beating_through(batches, context.heartbeat)
-            run_collectively_while(everyone.comm, partial(add, counted), context.heartbeat)
+            run_collectively_while(everyone.comm, add, context.heartbeat)
             everyone.reduce_(flat, kind="setup")
-            for segment in layout.segments:
+            for segment in state.layout.segments:
                 if len(segment.shape) < 2:
                     flat[segment.place].zero_()
     return product
-
-
-def beating_through(batches: Batches, heartbeat: Heartbeat) -> Batches:
-    """Yield each batch, and count it as progress."""
-    for batch in batches:
-        heartbeat.go_on()
-        yield batch
 
 
 # --------------------------------------------------------------------------------------------------

@@ -34,7 +34,11 @@ class TopK(Exchange):
     def exchange_(self, flat: Tensor) -> None:
         """Set the gradient to the sum of what the workers send; the rest is the new residual."""
         residual, sent = self.state.memory[RESIDUAL].add_(flat), self.sent
-        sparse.select_top_(residual, self.state.layout, self.counts, sent.values, sent.positions)
+        layers = self.state.layout.segments
+        parts = sent.values.split(self.counts), sent.positions.split(self.counts)
+        for segment, values, positions in zip(layers, *parts, strict=True):
+            sparse.move_top_(residual[segment.place], values, positions)
+            positions.add_(segment.offset)
         sent.sum_(flat)
 
     @staticmethod

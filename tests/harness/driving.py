@@ -19,6 +19,7 @@ from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.counted import CountedComm, CountedComms, make_comms
 from prunex_mpi.comm.traffic import Clock, Traffic
+from prunex_mpi.config.resolve import make
 from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.state import Problem, RunContext, build_state
 from prunex_mpi.data.batches import Shard
@@ -37,11 +38,11 @@ COMMON = {"outer_iterations": 2, "lr": 0.05, "lr_schedule": "constant", "warmup_
 SHAPES = (("flat", 2), ("hierarchical", 2), ("hierarchical", 3))
 
 
-def run_driver(topology, settings, model, stream, steps=STEPS):
+def run_driver(topology, settings, model, stream, steps=STEPS, loss=F.cross_entropy):
     """Yield (record, state) after each outer iteration of the driver of the method."""
     stream.steps_per_epoch = STEPS_PER_EPOCH
     with exchanging_asynchronously(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as helper:
-        context = replace(make_context(settings, model, stream, steps=steps), helper=helper)
+        context = replace(make_context(settings, model, stream, steps, loss), helper=helper)
         for record in outer_iterations(topology, context):
             yield record, context.state
 
@@ -95,6 +96,14 @@ def wire_of(comm, transport=SMALL_BUCKETS, kind="payload"):
 def exchange_over(link, context):
     """Return the exchange of a method whose workers, all nodes of their own, speak over `link`."""
     return exchange_of(context.settings.method)(CountedComms(link, link, link, flat=True), context)
+
+
+def exchange_alone(model, dtype=torch.float64, **changes):
+    """Return the exchange of a method whose only worker is this rank, without training."""
+    stream = RandomStream(0, dtype)
+    stream.steps_per_epoch = STEPS_PER_EPOCH
+    context = make_context(make(**COMMON, **changes), model.to(dtype), stream)
+    return exchange_over(wire_of(MPI.COMM_SELF), context)
 
 
 def element_masks(state):

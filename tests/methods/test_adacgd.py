@@ -4,13 +4,9 @@ import math
 
 import pytest
 import torch
-from driving import COMMON, exchange_over, make_context, wire_of
-from nets import RandomStream
+from driving import exchange_alone
 from torch import nn
 
-from mpi4py import MPI
-
-from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import adacgd
 
 
@@ -21,10 +17,7 @@ def chosen(monkeypatch):
     def choose(difference: list[float], counts: list[int], bound: float) -> int:
         monkeypatch.setattr(adacgd, "counts_of", lambda _: counts)
         model = nn.Linear(len(difference), 1, bias=False)
-        context = make_context(
-            make(method="adacgd", **COMMON), model, RandomStream(0, torch.float32)
-        )
-        exchange = exchange_over(wire_of(MPI.COMM_SELF), context)
+        exchange = exchange_alone(model, torch.float32, method="adacgd")
         count = exchange.choose_(torch.tensor(difference), torch.tensor(bound))
         sent, largest = exchange.sent.values[:count].abs(), exchange.largest[:count]
         torch.testing.assert_close(sent, largest, rtol=0, atol=0, equal_nan=True)

@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 from counting import Counting
-from driving import COMMON, SMALL_BUCKETS, exchange_over, make_context
+from driving import COMMON, exchange_over, make_context, wire_of
 from nets import RandomStream, new_net
 from nodes import WORLD
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.counted import CountedComm
-from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import declared
 from prunex_mpi.methods.exchanges import exchange_of, metadata_bytes
@@ -41,7 +39,7 @@ def test_what_is_counted_is_what_is_sent(method):
     model = new_net(torch.float32, method)
     context = make_context(settings, model, RandomStream(0, torch.float32))
     context.problem.train.steps_per_epoch = 2
-    link = CountedComm(Counting(WORLD), 1 / SIZE, SIZE, SMALL_BUCKETS, Traffic(), Clock())
+    link = wire_of(Counting(WORLD))
     exchange = exchange_over(link, context)
     foretold, _ = exchange.payload(settings, context.state.layout, 4, SIZE)
     for step in range(3):

@@ -5,11 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from driving import COMMON, exchange_over, make_context, wire_of
-from nets import RandomStream
+from driving import exchange_alone
 from torch import nn
-
-from mpi4py import MPI
 
 from prunex_mpi.compress.sparse import kept_per_layer
 from prunex_mpi.config.resolve import make
@@ -31,20 +28,15 @@ def worker(monkeypatch):
 
     def make_worker(ratio: float, sample: float, model: nn.Module | None = None) -> dgc.Dgc:
         monkeypatch.setattr(dgc, "SAMPLE", sample)
-        warmup = {"dgc_warmup_epochs": 0} if ratio < 1 else {}
-        settings = make(method="dgc", dgc_ratio=ratio, weight_decay=0.0, **warmup, **COMMON)
-        stream = RandomStream(0, torch.float64)
-        stream.steps_per_epoch = 1
-        context = make_context(settings, model or new_model(), stream)
-        return exchange_over(wire_of(MPI.COMM_SELF), context)
+        changes = {"dgc_ratio": ratio, "weight_decay": 0.0}
+        changes |= {"dgc_warmup_epochs": 0} if ratio < 1 else {}
+        return exchange_alone(model or new_model(), method="dgc", **changes)
 
     return make_worker
 
 
 def new_model() -> nn.Module:
-    layers = nn.Linear(60, 50), nn.Linear(7, 3), nn.Linear(2, 1)
-    # In float64: torch's step may fuse what rounds twice here.
-    return nn.Sequential(*layers).double()
+    return nn.Sequential(nn.Linear(60, 50), nn.Linear(7, 3), nn.Linear(2, 1))
 
 
 def select(of: dgc.Dgc, residual: torch.Tensor, step: int = 0):

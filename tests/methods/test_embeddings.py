@@ -6,12 +6,12 @@ import torch
 from counting import Counting
 from driving import (
     COMMON,
-    SMALL_BUCKETS,
     STEPS,
     exchange_over,
     make_context,
     node_sizes_of,
     run_driver,
+    wire_of,
 )
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
@@ -20,8 +20,6 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.counted import CountedComm
-from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.config.resolve import make
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -138,7 +136,7 @@ def test_sums_are_dense_and_bytes_those_of_the_rows(method, pattern, workers):
     width = given.shape[2]
     model = nn.Sequential(nn.Embedding(ROWS, width)).double()
     context = make_context(make(method=method, **COMMON), model, RandomStream(0, torch.float64))
-    link = CountedComm(Counting(comm), 1 / workers, workers, SMALL_BUCKETS, Traffic(), Clock())
+    link = wire_of(Counting(comm))
     exchange, grad = exchange_over(link, context), context.state.grad
     total = given.sum(dim=0)
     for _ in range(2):

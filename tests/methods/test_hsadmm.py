@@ -1,8 +1,8 @@
 """The MPI program against the oracle (`reference.py`), and the invariants of the algorithm."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
+import driving
 import numpy as np
 import pytest
 import torch
@@ -25,11 +25,9 @@ from torch import nn
 from mpi4py import MPI
 
 from prunex_mpi.comm.agreement import DIGEST_BYTES
-from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.methods.hsadmm import intra_node_consensus
 from prunex_mpi.pruning.masks import unpack_
-from prunex_mpi.run.supervision import outer_iterations
 from prunex_mpi.settings.fields import PAYLOADS
 
 RESIDUALS = {"intra_primal": 0, "intra_dual": 1, "inter_primal": 2, "inter_dual": 3}
@@ -146,13 +144,9 @@ EXACT, ROUNDINGS = 1e-11, 8
 
 def run_driver(ranks_per_node, model, stream, settings, loss=F.cross_entropy, steps=STEPS):
     """Yield (record, state, topology) after each outer iteration of the real driver."""
-    with (
-        nodes_of(ranks_per_node, settings.rack_of) as topology,
-        exchanging_asynchronously(topology, settings.overlap_steps != 0, SMALL_BUCKETS) as helper,
-    ):
-        context = replace(make_context(settings, model, stream, steps, loss), helper=helper)
-        for record in outer_iterations(topology, context):
-            yield record, context.state, topology
+    with nodes_of(ranks_per_node, settings.rack_of) as topology:
+        for record, state in driving.run_driver(topology, settings, model, stream, steps, loss):
+            yield record, state, topology
 
 
 def start_of(scenario, dtype):

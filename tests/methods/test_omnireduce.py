@@ -11,6 +11,7 @@ from driving import (
     SHAPES,
     STEPS,
     assert_alike_on_all_ranks,
+    exchange_alone,
     exchange_over,
     make_context,
     run_driver,
@@ -19,8 +20,6 @@ from driving import (
 from nets import RandomStream
 from nodes import WORLD, nodes_of
 from torch import nn
-
-from mpi4py import MPI
 
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods.omnireduce import OmniReduce
@@ -107,22 +106,16 @@ def test_nothing_at_all_is_no_message():
 BLOCKS = [(64, 8), (65, 8), (63, 8), (5, 8), (8, 8), (37, 1), (37, 37)]
 
 
-def exchange_of_blocks(comm, numel, size, dtype):
-    """Return an exchange of so many elements over `comm`, and the gradient that it takes."""
-    settings = make(
-        method="omnireduce", omnireduce_block_size=size, omnireduce_block_ratio=1.0, **COMMON
-    )
-    model = nn.Linear(numel, 1, bias=False, dtype=dtype)
-    context = make_context(settings, model, RandomStream(0, dtype))
-    return exchange_over(wire_of(comm), context), context.state.grad
+ALL = {"method": "omnireduce", "omnireduce_block_ratio": 1.0}
 
 
 @pytest.mark.parametrize(("numel", "size"), BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.two_ranks
 def test_every_block_is_found_by_any_of_its_elements(numel, size, dtype):
-    exchange, grad = exchange_of_blocks(MPI.COMM_SELF, numel, size, dtype)
-    traffic = exchange.link.traffic
+    model = nn.Linear(numel, 1, bias=False)
+    exchange = exchange_alone(model, dtype, omnireduce_block_size=size, **ALL)
+    traffic, grad = exchange.link.traffic, exchange.state.grad
     for value in (1e-45 if dtype == torch.float32 else 5e-324, -1.0, math.inf, math.nan):
         for i in range(numel):
             before = traffic.payload
@@ -140,7 +133,10 @@ def test_every_block_is_found_by_any_of_its_elements(numel, size, dtype):
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("last", [False, True])
 def test_chosen_blocks_travel_and_the_others_stay(numel, size, share, last):
-    exchange, grad = exchange_of_blocks(WORLD, numel, size, torch.float64)
+    model = nn.Linear(numel, 1, bias=False, dtype=torch.float64)
+    settings = make(omnireduce_block_size=size, **ALL, **COMMON)
+    context = make_context(settings, model, RandomStream(0, torch.float64))
+    exchange, grad = exchange_over(wire_of(WORLD), context), context.state.grad
     generator = torch.Generator().manual_seed(3)
     wanted = torch.rand(math.ceil(numel / size), generator=generator) < share
     wanted[-1] = last

@@ -436,16 +436,16 @@ def test_a_step_that_overflows_in_fp16_says_nothing_of_supports():
 
 def test_one_rank_alone_keeps_a_bucket_unstable():
     last = WORLD.rank == WORLD.size - 1
-    digests = np.array([7, -7, 2**62, -(2**63)], dtype=np.int64)
-    unchanged = np.array([5, 5, 5, 4])
-    wanted = np.array([True, True, True, False])
-    assert np.array_equal(agree_on_stable(wire_of(WORLD), unchanged, digests, 5), wanted)
+    digests = torch.tensor([7, -7, 2**62, -(2**63)])
+    unchanged = torch.tensor([5, 5, 5, 4])
+    wanted = torch.tensor([True, True, True, False])
+    assert torch.equal(agree_on_stable(wire_of(WORLD), unchanged, digests, 5), wanted)
     if WORLD.size > 1:
         if last:
             digests[1] += 1
             unchanged[2] = 0
         wanted[1:3] = False
-        assert np.array_equal(agree_on_stable(wire_of(WORLD), unchanged, digests, 5), wanted)
+        assert torch.equal(agree_on_stable(wire_of(WORLD), unchanged, digests, 5), wanted)
 
 
 # --------------------------------------------------------------------------------------------------

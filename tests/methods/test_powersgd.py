@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from driving import COMMON, exchange_over, make_context, wire_of
-from nets import RandomStream
+from driving import exchange_alone
 from torch import nn
-
-from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
@@ -16,7 +13,7 @@ from prunex_mpi.models.layout import build_layout
 
 
 def new_model():
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5)).double()
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5))
 
 
 def noise(like: torch.Tensor) -> torch.Tensor:
@@ -28,12 +25,11 @@ class Worker:
     """One worker alone: gradients go in, and what it would receive comes out."""
 
     def __init__(self, rank: int = 2, seed: int = 0) -> None:
-        settings = make(method="powersgd", powersgd_rank=rank, seed=seed, **COMMON)
-        context = make_context(settings, new_model(), RandomStream(0, torch.float64))
-        self.exchange = exchange_over(wire_of(MPI.COMM_SELF), context)
-        self.residual = context.state.memory[RESIDUAL]
-        self.right = context.state.memory[RIGHT_FACTORS]
-        self.layout, self.split = context.state.layout, self.exchange.split
+        given = {"method": "powersgd", "powersgd_rank": rank, "seed": seed}
+        self.exchange = exchange_alone(new_model(), **given)
+        state, self.split = self.exchange.state, self.exchange.split
+        self.residual, self.right = state.memory[RESIDUAL], state.memory[RIGHT_FACTORS]
+        self.layout = state.layout
 
     def compress(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return what arrives of a gradient; what is left of it alone is the residual."""

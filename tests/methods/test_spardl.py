@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from counting import Counting
-from driving import COMMON, SMALL_BUCKETS, exchange_over, make_context
+from driving import COMMON, exchange_over, make_context, wire_of
 from nets import RandomStream
 from nodes import WORLD
 from reference_rivals import spardl as oracle
@@ -15,21 +15,11 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.comm.counted import CountedComm
-from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.config.resolve import make
 from prunex_mpi.methods import spardl
 from prunex_mpi.methods.exchange import RESIDUAL
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
-
-
-class Row(nn.Module):
-    """Parameters without a use."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.row = nn.Parameter(torch.zeros(count, dtype=torch.float64))
 
 
 def gradient_of(rank: int, step: int, count: int) -> torch.Tensor:
@@ -45,9 +35,9 @@ def test_any_number_of_workers_does_what_the_authors_do(workers, count, ratio):
     comm = WORLD.Split(0 if WORLD.rank < workers else MPI.UNDEFINED, key=WORLD.rank)
     if comm == MPI.COMM_NULL:
         return
-    context = make_context(settings, Row(count), RandomStream(0, torch.float64))
-    counting = Counting(comm)
-    link = CountedComm(counting, 1 / workers, workers, SMALL_BUCKETS, Traffic(), Clock())
+    row = nn.Linear(count, 1, bias=False, dtype=torch.float64)
+    context = make_context(settings, row, RandomStream(0, torch.float64))
+    link = wire_of(Counting(comm))
     exchange, grad, memory = exchange_over(link, context), context.state.grad, {}
     residual = context.state.memory[RESIDUAL]
     for step in range(4):
@@ -73,7 +63,7 @@ def test_any_number_of_workers_does_what_the_authors_do(workers, count, ratio):
     # Bounded whatever the ratio: twice the vector with its positions, never more for more workers.
     size, share = spardl.sizes_of(settings, count, workers)
     assert link.traffic.payload == 4 * workers * share * 12 <= 4 * 12 * (count + workers - 1 + size)
-    assert link.traffic.sent == counting.sent == 4 * 2 * (workers - 1) * share * 12
+    assert link.traffic.sent == link.comm.sent == 4 * 2 * (workers - 1) * share * 12
     comm.Free()
 
 
