@@ -76,41 +76,38 @@ class Dgc(Exchange):
     def exchange_(self, flat: Tensor) -> None:
         """Send the largest momentum; set the gradient to the sum of all."""
         momentum, residual = (self.state.memory[key] for key in (MOMENTUM, RESIDUAL))
-        sent = self.sent
         sparse.move_whole_(flat, self.whole, self.dense)
         self.link.reduce_(self.dense)
         if self.compressed:
             residual.add_(momentum.mul_(self.settings.momentum).add_(flat))
-            count = self.select_(ratio_of(self.context))
-            places = sent.positions[:count].long()
+            places = self.select_(ratio_of(self.context))
             momentum.index_fill_(0, places, 0.0)
             residual.index_fill_(0, places, 0.0)
             flat.zero_()
-            sent.add_to_(flat, count)
+            self.sent.add_to_(flat, len(places))
         self.add_common_(flat)
 
-    def select_(self, ratio: float) -> int:
-        """Copy what of the residual reaches each layer's threshold; return how many elements.
+    def select_(self, ratio: float) -> Tensor:
+        """Copy what of the residual reaches each layer's threshold; return where that is, int64.
 
-        At most as many of a layer as the ratio says, so that what is `sent` never
-        needs more room: where many more pass, the largest of them (hierarchical selection), where
-        few more do, the first.
+        At most as many of a layer as `ratio` says, so that what is `sent` never needs more room:
+        where many more pass, the largest of them (hierarchical selection), where few more do, the
+        first.
         """
         residual, sent = self.state.memory[RESIDUAL], self.sent
         magnitudes = torch.abs(residual, out=self.state.scratch)
         passing = self.find_passing_(magnitudes, ratio)
         found = self.chosen.nonzero().squeeze(1).split(passing)
-        taken = 0
+        kept = []
         for mine, limit in zip(found, sparse.kept_per_layer(self.compressed, ratio), strict=True):
             if len(mine) > UPPER * limit:
                 largest = torch.topk(magnitudes.index_select(0, mine), limit, sorted=False).indices
                 mine = mine.index_select(0, largest)
-            mine = mine[:limit]
-            stop = taken + len(mine)
-            torch.index_select(residual, 0, mine, out=sent.values[taken:stop])
-            sent.positions[taken:stop].copy_(mine)
-            taken = stop
-        return taken
+            kept.append(mine[:limit])
+        places = torch.cat(kept)
+        torch.index_select(residual, 0, places, out=sent.values[: len(places)])
+        sent.positions[: len(places)].copy_(places)
+        return places
 
     def find_passing_(self, magnitudes: Tensor, ratio: float) -> list[int]:
         """Set `chosen` where a layer's threshold is reached; return at how many of its elements.

@@ -47,7 +47,7 @@ def select(of: dgc.Dgc, residual: torch.Tensor, step: int = 0):
     of.sent.positions.fill_(-1)
     of.state.scratch.fill_(9.0)
     of.chosen.fill_(True)
-    count = of.select_(of.options.ratio)
+    count = len(of.select_(of.options.ratio))
     return of.sent.values[:count], of.sent.positions[:count].long()
 
 
