@@ -30,7 +30,8 @@ class OmniReduce(Exchange):
     )
 
     def allocate(self) -> None:
-        theta, (count, chosen) = self.state.theta, sizes_of(self.settings, self.state.theta.numel())
+        theta = self.state.theta
+        count, chosen = sizes_of(self.settings, theta.numel())
         # The gradient in whole blocks, filled up with zeros.
         self.blocks = theta.new_zeros(count, self.options.block_size)
         self.message = torch.empty_like(self.blocks[:chosen])
