@@ -239,10 +239,10 @@ def reduce_operand_(
         _reduce_bucket_(comm, bucket, op, transport.racks)
 
 
-def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
-    """Sum `flat` over `comm` in place on `root`; the others keep theirs. Collective on `comm`.
+def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
+    """Sum `flat` over `comm` in place on rank 0; the others keep theirs. Collective on `comm`.
 
-    With racks the root is the first of all, and the first ones of other racks get the sum of those.
+    With racks the first ones of other racks get the sum of those.
     """
     if racks := transport.racks:
         for level in (racks.inside, racks.between):
@@ -251,17 +251,17 @@ def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -
         return
     if comm.size == 1:
         return
-    leads = comm.rank == root
+    leads = comm.rank == 0
     for operand in staged(flat, transport, back=leads):
         for bucket in buckets(operand, transport):
             mine, total = mpi_buffer(bucket), None
             if leads:
                 mine, total = MPI.IN_PLACE, mine
-            comm.Reduce(mine, total, op=MPI.SUM, root=root)
+            comm.Reduce(mine, total, op=MPI.SUM, root=0)
 
 
-def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
-    """Broadcast `flat` from `root`, with racks the first of all, in place. Collective on `comm`."""
+def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
+    """Broadcast `flat` from rank 0 in place. Collective on `comm`."""
     if racks := transport.racks:
         for level in (racks.between, racks.inside):
             if level != MPI.COMM_NULL:
@@ -269,10 +269,10 @@ def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) ->
         return
     if comm.size == 1:
         return
-    leads = comm.rank == root
+    leads = comm.rank == 0
     for operand in staged(flat, transport, fetch=leads, back=not leads):
         for bucket in buckets(operand, transport):
-            comm.Bcast(mpi_buffer(bucket), root=root)
+            comm.Bcast(mpi_buffer(bucket), root=0)
 
 
 def allreduce_then_bcast_(

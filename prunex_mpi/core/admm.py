@@ -112,7 +112,7 @@ def weigh_candidate(
 
 
 # --------------------------------------------------------------------------------------------------
-# Phase 5: duals
+# Phase 5: duals; residuals and the stopping test (Boyd et al. 2011); penalties
 # --------------------------------------------------------------------------------------------------
 
 
@@ -138,11 +138,6 @@ def step_duals_(state: State, measured: bool) -> np.ndarray | None:
     return sum_tile_norms(found, state.layout, state.theta.device) if measured else None
 
 
-# --------------------------------------------------------------------------------------------------
-# Phase 5: residuals and the stopping test (Boyd et al. 2011)
-# --------------------------------------------------------------------------------------------------
-
-
 class NormSums(NamedTuple):
     """Squared norms per layer, float64 [layers] each, of one rank or summed over all ranks."""
 
@@ -159,13 +154,13 @@ class NormSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Residuals:
-    """Residual norms and their thresholds per layer, float64 [layers] each."""
+    """Residual norms per layer, float64 [layers] each; whether all layers pass both tests."""
 
     intra_primal: np.ndarray
     intra_dual: np.ndarray
     inter_primal: np.ndarray
     inter_dual: np.ndarray
-    converged: np.ndarray
+    converged: bool
 
     def totals(self) -> dict[str, float]:
         """Return the norm over all layers of each residual."""
@@ -194,12 +189,7 @@ def compute_residuals(
         & (inter_primal <= floor + eps_rel * np.maximum(root.z_node, root.z))
         & (inter_dual <= floor + eps_rel * rho2 * root.v)
     )
-    return Residuals(intra_primal, intra_dual, inter_primal, inter_dual, converged)
-
-
-def converges(residuals: Residuals | None) -> bool:
-    """Return whether every layer satisfies both stopping tests; without residuals none does."""
-    return residuals is not None and bool(residuals.converged.all())
+    return Residuals(intra_primal, intra_dual, inter_primal, inter_dual, bool(converged.all()))
 
 
 def own_residuals(norms: NormSums | None, state: State) -> dict[str, float]:
@@ -240,11 +230,6 @@ def mean_loss(world: MPI.Comm, state: State, loss: float) -> float:
     """Return the mean of every rank's `loss`, alike on all. Collective on `world`."""
     with agreeing(state, "Allreduce and Bcast of the loss", alike_bytes(1)):
         return mean_over_ranks(world, loss)
-
-
-# --------------------------------------------------------------------------------------------------
-# Phase 5: penalties of the next outer iteration
-# --------------------------------------------------------------------------------------------------
 
 
 def balance_penalties_(state: State, residuals: Residuals) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from prunex_mpi.base.record_keys import KINDS, PHASES, RANK_PHASES, RESIDUALS
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.comm.traffic import now
 from prunex_mpi.core.admm import Residuals
@@ -19,12 +20,10 @@ from prunex_mpi.core.evaluation import (
     TEMPORARY,
     average_other_buffers_,
     average_z_,
+    density,
     estimate_statistics,
     evaluate,
-    iteration_record,
-    layer_records,
-    quality,
-    rank_record,
+    kept_by_segment,
 )
 from prunex_mpi.core.schedule import Stage, local_steps, rounds_left
 from prunex_mpi.core.state import RunContext, next_iteration
@@ -93,18 +92,15 @@ def evaluates(context: RunContext, this: Round, ends: bool = False) -> bool:
 
 
 def is_due(context: RunContext, this: Round) -> bool:
-    """Return whether this outer iteration is one to look at: the last, or one of an interval."""
-    return this.last or falls_due(context, this.k)
-
-
-def falls_due(context: RunContext, k: int) -> bool:
-    """Return whether outer iteration `k` completes as many as there are between two evaluations.
+    """Return whether this outer iteration is the last, or completes an interval of evaluations.
 
     Where they are of several lengths their steps count, so that all methods see as many samples.
     """
+    if this.last:
+        return True
     every = context.settings.evaluate_every
     if context.settings.method.fixed_interval:
-        return k % every == 0
+        return this.k % every == 0
     done, every = context.state.position.steps_done, every * context.problem.steps
     return (done + local_steps(context)) // every > done // every
 
@@ -159,15 +155,87 @@ def finish_round(
     trained_s = this.seconds["total"] - this.seconds["evaluate"]
     steps_per_second = position.step * topology.world_size / max(trained_s, 1e-9)
     record = {
-        **iteration_record(context, this.k, this.seconds, residuals),
+        **iteration_record(context, this, residuals),
         "mask_drift": drift,
         "train_loss": loss,
         **quality(context, found),
         **task.speed(context.problem.train, steps_per_second),
-        "layers": layer_records(context, this.k, residuals) if topology.world.rank == 0 else [],
-        "rank": rank_record(this.seconds, this.exchange, position.clock.broadcast, this.residuals),
+        "layers": layer_records(context, this, residuals) if topology.world.rank == 0 else [],
+        "rank": rank_record(this, position.clock.broadcast),
         "status": "converged" if converged else "completed" if this.last else "running",
     }
     position.converged_of = context.settings.outer_iterations if converged else 0
     next_iteration(position, loss)
     return record
+
+
+# --------------------------------------------------------------------------------------------------
+# What one outer iteration came to, for the files of a run
+# --------------------------------------------------------------------------------------------------
+
+
+def layer_records(
+    context: RunContext, this: Round, residuals: Residuals | None
+) -> list[dict[str, Any]]:
+    """Return one row of layers.jsonl per parameter tensor; null for what there is not."""
+    state = context.state
+    density = {i: kept / numel for i, (kept, numel) in kept_by_segment(state).items()}
+    penalties = context.settings.method.consensus
+    return [
+        {
+            "iteration": this.k,
+            "layer": segment.name,
+            "density": density.get(i, 1.0),
+            "rho1": float(state.rho1[i]) if penalties else None,
+            "rho2": float(state.rho2[i]) if penalties else None,
+            **{n: float(getattr(residuals, n)[i]) if residuals else None for n in RESIDUALS},
+        }
+        for i, segment in enumerate(state.layout.segments)
+    ]
+
+
+def iteration_record(
+    context: RunContext, this: Round, residuals: Residuals | None
+) -> dict[str, Any]:
+    """Return what of a metrics.jsonl object follows from the state; null for what there is not."""
+    state = context.state
+    traffic = state.position.traffic
+    penalties = context.settings.method.consensus
+    return {
+        "iteration": this.k,
+        "seconds": {phase: this.seconds.get(phase, 0.0) for phase in PHASES},
+        "data_wait_seconds": state.position.clock.data,
+        "bytes": {kind: getattr(traffic, kind) for kind in KINDS},
+        "density": density(state),
+        "frozen": state.frozen,
+        "residuals": residuals.totals() if residuals else dict.fromkeys(RESIDUALS),
+        "rho1": float(state.rho1.mean()) if penalties else None,
+        "rho2": float(state.rho2.mean()) if penalties else None,
+        "lr": state.optimizer.optimizer.param_groups[0]["lr"],
+        # Of methods whose nodes drift apart; their driver measures it.
+        "replica_distance": None,
+    }
+
+
+def quality(context: RunContext, found: dict[str, float] | None) -> dict[str, float | None]:
+    """Return what an evaluation has `found`, by the names of the data that it was made on.
+
+    Where some are held out for it the test set is kept back: of it nothing is known yet.
+    """
+    measures = context.problem.task.measures
+    values = found or dict.fromkeys(measures)
+    if not context.settings.val_split:
+        return {f"test_{name}": values[name] for name in measures}
+    unknown = {f"test_{name}": None for name in measures}
+    return {**unknown, **{f"val_{name}": values[name] for name in measures}}
+
+
+def rank_record(this: Round, broadcast: float) -> dict[str, Any]:
+    """Return what one rank has for ranks.jsonl: seconds of each phase, work apart from messages.
+
+    `broadcast` is what of those of phase 4 was the broadcast in the node.
+    """
+    messages = {phase: this.exchange.get(phase, 0.0) for phase in RANK_PHASES}
+    work = {phase: this.seconds.get(phase, 0.0) - messages[phase] for phase in RANK_PHASES}
+    found = {"work": work, "exchange": messages, "broadcast": broadcast}
+    return found | {"residuals": this.residuals}

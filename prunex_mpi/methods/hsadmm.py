@@ -44,7 +44,6 @@ from prunex_mpi.core import (
     exchange,
     loop,
     mask_choice,
-    replica_check,
     schedule,
     steps,
 )
@@ -117,7 +116,8 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
                 this.residuals.update(admm.own_residuals(norms, state))
                 residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
 
-            settles = admm.converges(residuals) and schedule.may_stop(stage, settings, state.frozen)
+            settles = residuals is not None and residuals.converged
+            settles = settles and schedule.may_stop(stage, settings, state.frozen)
             # A union may hold more groups than allowed: vote once more before stopping.
             position.vote_next, converged = settles and stage.union, settles and not stage.union
             yield end_iteration(topology, context, this, stage, loss, residuals, converged)
@@ -213,8 +213,7 @@ def intra_node_consensus(node: CountedComm, state: State, settings: Settings) ->
     decay = admm.decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
     if settings.node_sync == "step" or ranks == 1:
         z_tilde = admm.weigh_candidate(state, decay, 1)
-        if ranks > 1 and not replica_check.replicas_agree(node, state, z_tilde):
-            replica_check.adopt_first_replica_(node, state, "of a node")
+        if exchange.adopt_first_replica_(node, state, z_tilde, "of a node"):
             admm.weigh_candidate(state, decay, 1)
         return z_tilde
     total = admm.sum_candidate(state)

@@ -28,9 +28,8 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core import steps
 from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.evaluation import check_divergence
-from prunex_mpi.core.exchange import average_statistics
+from prunex_mpi.core.exchange import adopt_first_replica_, average_statistics
 from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_local
-from prunex_mpi.core.replica_check import check_replicas_
 from prunex_mpi.core.state import RunContext, agreeing, comms_of
 from prunex_mpi.core.steps import Rounds
 from prunex_mpi.methods.exchange import Exchange
@@ -61,7 +60,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
             with phase(context, this, "inter"):
                 average_statistics(comms, state)
                 if is_due(context, this) and not own.drifts:
-                    check_replicas_(comms.everyone, state)
+                    adopt_first_replica_(comms.everyone, state, state.theta, "of the run")
                 loss = mean_loss(topology.world, state, loss)
             distance = None
             if own.drifts:

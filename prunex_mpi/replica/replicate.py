@@ -25,13 +25,13 @@ from prunex_mpi.comm.collectives import BUCKET_MIB, broadcast_weights_, build_tr
 from prunex_mpi.comm.topology import Topology, nodes_of, set_threads
 from prunex_mpi.config.resolve import BY_NAME, FIELDS, make, to_toml
 from prunex_mpi.core.evaluation import statistics_of_z
-from prunex_mpi.core.grouping import choose_rules, log_unpruned, make_groups
+from prunex_mpi.core.mask_choice import choose_rules, log_unpruned, make_groups
 from prunex_mpi.core.optimizer import OptimizerMemory
 from prunex_mpi.core.schedule import steps_taken
 from prunex_mpi.core.state import Problem, RunContext, State, build_state, weights
 from prunex_mpi.methods.exchanges import exchange_of, memory_of
 from prunex_mpi.methods.stepper import Stepper
-from prunex_mpi.models.dummy_input import Called, as_read
+from prunex_mpi.models.dummy_input import Called, as_read, keeping_modes
 from prunex_mpi.models.layout import build_layout, trained_parameters
 from prunex_mpi.models.standalone import fill_, resize_
 from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
@@ -238,20 +238,17 @@ class Replica:
 
     def _resume(self, loss: Tensor | None) -> None:
         """Go on to where the next gradient is needed, and keep the records on the way."""
-        model = self._context.problem.model
-        # Drivers put all of it into training mode, where the caller may have parts that are not.
-        modes = [(module, module.training) for module in model.modules()]
         self._in_step = True
-        record = self._stepper.resume(loss)
-        while record is not None:
-            kept = {k: v for k, v in record.items() if not k.startswith(OF_EVALUATIONS)}
-            self.records.append(kept)
-            record = self._stepper.resume(None)
+        # Drivers put all of it into training mode, where the caller may have parts that are not.
+        with keeping_modes(self._context.problem.model):
+            record = self._stepper.resume(loss)
+            while record is not None:
+                kept = {k: v for k, v in record.items() if not k.startswith(OF_EVALUATIONS)}
+                self.records.append(kept)
+                record = self._stepper.resume(None)
         self._in_step = self._announced = False
         self._untouched = self._context.state.grad._version
         self.done = self._stepper.ended
-        for module, training in modes:
-            module.training = training
 
     def _collect_gradients(self) -> None:
         """Bring gradients that autograd has put elsewhere into the flat one.
@@ -305,15 +302,10 @@ class Replica:
         context, state = self._context, self._context.state
         estimates = not self.done and context.settings.method.by_iteration
         estimates = estimates and context.settings.bn == "recalibrate"
-        modes = [(module, module.training) for module in self.model.modules()]
-        with statistics_of_z(self._topology, context) if estimates else nullcontext():
+        estimated = statistics_of_z(self._topology, context) if estimates else nullcontext()
+        with estimated, keeping_modes(self.model), weights(state, state.z):
             self.model.eval()
-            try:
-                with weights(state, state.z):
-                    yield self.model
-            finally:
-                for module, training in modes:
-                    module.training = training
+            yield self.model
 
     def smaller(self) -> nn.Module:
         """Return a copy of the model on the CPU without what was pruned, in evaluation mode.

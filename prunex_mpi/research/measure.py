@@ -44,8 +44,7 @@ from prunex_mpi.compress.quantise import (
 )
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.core.admm import find_residuals
-from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.mask_choice import project_locally
+from prunex_mpi.core.mask_choice import make_groups, project_locally
 from prunex_mpi.core.state import State, adopt_mask, build_state, comms_of, next_iteration
 from prunex_mpi.core.steps import averaging
 from prunex_mpi.data.request import Request

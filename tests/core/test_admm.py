@@ -128,7 +128,7 @@ def test_thresholds_are_those_of_the_variables_and_scaled_duals(gap, scale, agai
             np.array([0.25]),
             replace(SETTINGS, eps_abs=0.0 if against else 0.1, eps_rel=0.1),
         )
-        assert bool(found.converged[0]) is expected
+        assert found.converged is expected
 
 
 PRIMAL = np.array([100.0, 10.0, 1.0, 1.0, 0.0, 0.0])
