@@ -116,28 +116,6 @@ def weigh_candidate(
 # --------------------------------------------------------------------------------------------------
 
 
-def step_duals_(state: State, measured: bool) -> np.ndarray | None:
-    """u += theta - z_i, v += z_i - z; where `measured` return squared norms, [7, layers].
-
-    Of theta - z_i, theta, z_i, u, z_i - z, z and v, in this order. While z is in flight v waits
-    for it.
-    """
-    found, spare = [], spare_tile(state.theta)
-    for tile in tiles(state.layout, state.theta.device):
-        flats = (state.theta, state.z_node, state.u, state.z, state.v)
-        theta, z_node, u, z, v = (flat[tile.place] for flat in flats)
-        gap = torch.sub(theta, z_node, out=spare[: theta.numel()])
-        u.add_(gap)
-        if state.position.in_flight:
-            continue
-        norms = tile_norms(tile, gap, theta, z_node, u) if measured else []
-        torch.sub(z_node, z, out=gap)
-        v.add_(gap)
-        norms += tile_norms(tile, gap, z, v) if measured else []
-        found.append(norms)
-    return sum_tile_norms(found, state.layout, state.theta.device) if measured else None
-
-
 class NormSums(NamedTuple):
     """Squared norms per layer, float64 [layers] each, of one rank or summed over all ranks."""
 
@@ -150,6 +128,34 @@ class NormSums(NamedTuple):
     z_step: np.ndarray
     z: np.ndarray
     v: np.ndarray
+
+
+def update_duals(
+    state: State, moved_node: np.ndarray | None, moved: np.ndarray | None
+) -> NormSums | None:
+    """u += theta - z_i (Eq. 12), v += z_i - z (Eq. 13); return this rank's squared norms.
+
+    None where phases 3 and 4 have not measured how z_i and z `moved`. While z is under way v waits
+    for it. Does not communicate.
+    """
+    found, spare = [], spare_tile(state.theta)
+    for tile in tiles(state.layout, state.theta.device):
+        flats = (state.theta, state.z_node, state.u, state.z, state.v)
+        theta, z_node, u, z, v = (flat[tile.place] for flat in flats)
+        gap = torch.sub(theta, z_node, out=spare[: theta.numel()])
+        u.add_(gap)
+        if state.position.in_flight:
+            continue
+        norms = [] if moved is None else tile_norms(tile, gap, theta, z_node, u)
+        torch.sub(z_node, z, out=gap)
+        v.add_(gap)
+        norms += [] if moved is None else tile_norms(tile, gap, z, v)
+        found.append(norms)
+    if moved is None:
+        return None
+    own = sum_tile_norms(found, state.layout, state.theta.device)
+    gap_theta, theta, z_node, u, gap_node, z, v = own
+    return NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ def agreeing(
     """Count the block as a message of `nbytes` by which ranks agree, and as waiting for it."""
     traffic, clock = state.position.traffic, state.position.clock
     setattr(traffic, kind, getattr(traffic, kind) + nbytes)
-    return clock.agreeing(state.theta.device, name, {kind: nbytes})
+    return clock.exchanging(state.theta.device, name, {kind: nbytes}, part="agreed")
 
 
 def build_state(

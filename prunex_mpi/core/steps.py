@@ -1,8 +1,8 @@
 """A local step beside its gradient, in the pieces that drivers put their communication between."""
 
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import torch
@@ -23,18 +23,14 @@ Rounds = Generator[GradientAverager | dict[str, Any] | None, Tensor | None, None
 CLIP_EPSILON = 1e-6
 
 
-@contextmanager
-def averaging(link: CountedComm | None, context: RunContext) -> Iterator[GradientAverager | None]:
+def averaging(
+    link: CountedComm | None, context: RunContext
+) -> AbstractContextManager[GradientAverager | None]:
     """Average gradients over `link`, if there is one, during backward passes of the block."""
     if link is None:
-        yield None
-        return
+        return nullcontext()
     state = context.state
-    averager = GradientAverager(link, context.problem.model, state.layout, state.grad)
-    try:
-        yield averager
-    finally:
-        averager.close()
+    return closing(GradientAverager(link, context.problem.model, state.layout, state.grad))
 
 
 def start_(context: RunContext) -> None:

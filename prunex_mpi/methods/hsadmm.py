@@ -112,7 +112,9 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
                     else:
                         moved = inter_node_consensus(comms, context, stage, asynchronous)
             with loop.phase(context, this, "dual"):
-                norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
+                norms = None
+                if not state.consensus_sgd:
+                    norms = admm.update_duals(state, moved_node, moved)
                 this.residuals.update(admm.own_residuals(norms, state))
                 residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
 
@@ -312,23 +314,8 @@ def complete_z(context: RunContext) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Phase 5: duals, residuals, penalties
+# The end of an outer iteration
 # --------------------------------------------------------------------------------------------------
-
-
-def update_duals(
-    state: State, moved_node: np.ndarray | None, moved: np.ndarray | None
-) -> admm.NormSums | None:
-    """u += theta - z_i (Eq. 12), v += z_i - z (Eq. 13); return this rank's squared norms.
-
-    None where phases 3 and 4 have not measured how z_i and z `moved`. While z is under way v waits
-    for it. Does not communicate.
-    """
-    norms = admm.step_duals_(state, moved is not None)
-    if norms is None:
-        return None
-    gap_theta, theta, z_node, u, gap_node, z, v = norms
-    return admm.NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
 
 
 def end_iteration(
