@@ -417,13 +417,13 @@ def buckets_at_once(like: Tensor, nbytes: int, transport: Transport) -> int:
     return max(1, room // nbytes)
 
 
-def runs(count: int, bucket: int, together: int) -> Iterator[tuple[int, int]]:
+def runs(count: int, bucket: int, together: int) -> Iterator[slice]:
     """Cut `count` elements into runs of whole buckets, `together` at most, and what is left."""
     start = 0
     while start < count:
         whole = min(together, (count - start) // bucket)
         stop = start + (whole * bucket or count - start)
-        yield start, stop
+        yield slice(start, stop)
         start = stop
 
 
@@ -486,8 +486,8 @@ def allreduce_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> Non
         return
     room = max(1, transport.bucket_bytes // (flat.element_size() * comm.size)) * comm.size
     together = buckets_at_once(flat, room * flat.element_size(), transport)
-    for start, stop in runs(flat.numel(), room, together):
-        rows = flat[start:stop].view(max(1, (stop - start) // room), -1)
+    for run in runs(flat.numel(), room, together):
+        rows = flat[run].view(max(1, (run.stop - run.start) // room), -1)
         carried, ends = rows.view(torch.int16), share_ends(rows.shape[1], comm.size)
         mine = rows[:, ends[comm.rank] : ends[comm.rank + 1]]
         received = carried.new_empty(len(rows), comm.size * mine.shape[1])

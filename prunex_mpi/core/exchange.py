@@ -160,10 +160,8 @@ def complete_(state: State, settings: Settings, asynchronous: bool = False) -> F
 
     The outer iteration in which it has left may be over.
     """
-    position = state.position
-    fragment = state.message.fragment(position.part, settings.fragments)
-    k = position.iteration - 1 if fragment.last else position.iteration
-    take_over_(state, settings, fragment, k, asynchronous=asynchronous)
+    fragment = state.message.fragment(state.position.part, settings.fragments)
+    take_over_(state, settings, fragment, asynchronous=asynchronous)
     if fragment.last:
         add_z_(state, settings)
     return fragment
@@ -173,17 +171,16 @@ def take_over_(
     state: State,
     settings: Settings,
     fragment: Fragment,
-    k: int,
     *,
     asynchronous: bool = False,
     freezes: bool = False,
 ) -> Tensor:
     """Make the mean that the message holds z, zero where the mask is; set the statistics.
 
-    It has left in outer iteration `k`. If `asynchronous` the model has gone on training since: its
-    statistics move by as much as those of the node. The mask `freezes` where it was chosen in this
-    outer iteration. Returns what z was before, in the memory of `scratch`, where the whole message
-    came and there is no outer step. Does not communicate.
+    If `asynchronous` the model has gone on training since it has left: its statistics move by as
+    much as those of the node. The mask `freezes` where it was chosen in this outer iteration.
+    Returns what z was before, in the memory of `scratch`, where the whole message came and there is
+    no outer step. Does not communicate.
     """
     message, place, in_flight = state.message, fragment.place, state.position.in_flight
     # After a checkpoint there are no codes yet.
@@ -199,6 +196,8 @@ def take_over_(
     if stale and not fragment.number:
         state.mask.apply_(mean)
     if VELOCITY in state.memory:
+        # The last fragment left with the outer iteration before, where it was in flight.
+        k = state.position.iteration - bool(in_flight and fragment.last)
         nesterov_(settings, k, last, mean, state.memory[VELOCITY][place])
     if fragment.number:
         last.copy_(mean)
@@ -308,7 +307,7 @@ def send_fragment_(
     if settings.inner_momentum == "reset":
         forget_momentum_(state, place)
     if not asynchronous:
-        take_over_(state, settings, fragment, state.position.iteration)
+        take_over_(state, settings, fragment)
     state.theta[place].copy_((state.z_node if asynchronous else state.z)[place])
 
 

@@ -1,17 +1,9 @@
 """Which groups a model has, and the choice of the mask: scores, and agreement over the leaders.
 
-Score `gates`: coupled groups are kept by how the loss depends on a factor on their channel.
-
-With W a weight of theta and G_t its gradient at local step t of the outer iteration (for methods
-that prune once: of the last epoch), the score of a group is sum_t (sum G_t W)^2, the inner sum over
-the weights that read the channel (`pruning/projection.py`): the Fisher information of a factor on
-the channel (Theis et al. 2018; Molchanov et al. 2019). Where layers share one budget, it is divided
-by the group's cost. All scores are in the unit of the squared loss, so a budget of the whole model
-can compare them between layers.
-
-The gradients are those of the local steps, at the cost of one more pass over the parameters. Each
-node scores by its own gradients; where its ranks do not average them at each step it takes the mean
-of the ranks' sums.
+The score `gates`, by which coupled groups are kept as the loss depends on a factor on their channel
+(`prunex_mpi/README.md`, "Scores"), is summed over the local steps, at the cost of one more pass
+over the parameters. Each node scores by its own gradients; where its ranks do not average them at
+each step it takes the mean of the ranks' sums.
 """
 
 from dataclasses import replace
@@ -34,12 +26,7 @@ from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import INSTEAD, Groups, Selection, find_groups, out_of_reach
 from prunex_mpi.pruning.masks import find_pruned
-from prunex_mpi.pruning.projection import (
-    gate_gradients,
-    group_squared_norms,
-    select,
-    with_budget,
-)
+from prunex_mpi.pruning.projection import gate_gradients, group_squared_norms, select, with_budget
 from prunex_mpi.pruning.removable import find_rules, training_failure
 from prunex_mpi.settings.fields import Settings
 
@@ -68,11 +55,7 @@ def choose_rules(settings: Settings, model: nn.Module, inputs: Inputs) -> Rules:
 
 
 def make_groups(
-    settings: Settings,
-    model: nn.Module,
-    layout: Layout,
-    inputs: Inputs,
-    rules: Rules | None = None,
+    settings: Settings, model: nn.Module, layout: Layout, inputs: Inputs, rules: Rules | None = None
 ) -> Groups:
     """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
 

@@ -292,8 +292,7 @@ def inter_node_consensus(
     )
     if asynchronous:
         return None
-    k = state.position.iteration
-    last_z = exchange.take_over_(state, settings, whole, k, freezes=stage.freeze)
+    last_z = exchange.take_over_(state, settings, whole, freezes=stage.freeze)
     return squared_distances(state.z, last_z, state.layout) if stage.measured else None
 
 
