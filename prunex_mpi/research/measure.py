@@ -44,9 +44,9 @@ from prunex_mpi.compress.quantise import (
 )
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.core.admm import find_residuals, update_duals
+from prunex_mpi.core.loop import averaging
 from prunex_mpi.core.mask_choice import make_groups, project_locally
 from prunex_mpi.core.state import State, adopt_mask, build_state, comms_of, next_iteration
-from prunex_mpi.core.steps import averaging
 from prunex_mpi.data.request import Request
 from prunex_mpi.diagnosis.facts import gpu_identity
 from prunex_mpi.methods import hsadmm, per_step
