@@ -90,10 +90,9 @@ def lasting(
     if not retired:
         table["u"] = Lasting(state.u, RANK, ZERO, PARAMETERS)
         table["v"] = Lasting(state.v, NODE, ZERO, PARAMETERS)
-    for name, moment in state.optimizer.moments.items():
-        table[f"{OPTIMIZER}{name}"] = Lasting(moment, RANK, MEAN, PARAMETERS)
-    for name, number in state.optimizer.numbers.items():
-        table[f"{OPTIMIZER}{name}"] = Lasting(number, RANK, MEAN)
+    for name, tensor in state.optimizer.tensors().items():
+        kind = PARAMETERS if name in state.optimizer.moments else ITSELF
+        table[f"{OPTIMIZER}{name}"] = Lasting(tensor, RANK, MEAN, kind)
     if state.message.residual is not None:
         table["residual"] = Lasting(state.message.residual, RANK, SUM, MESSAGE)
     if in_flight:

@@ -27,7 +27,7 @@ from prunex_mpi.config.resolve import BY_NAME, FIELDS, make, to_toml
 from prunex_mpi.core.evaluation import statistics_of_z
 from prunex_mpi.core.mask_choice import choose_rules, log_unpruned, make_groups
 from prunex_mpi.core.optimizer import OptimizerMemory
-from prunex_mpi.core.schedule import steps_taken
+from prunex_mpi.core.schedule import steps_taken, total_steps
 from prunex_mpi.core.state import Problem, RunContext, State, build_state, weights
 from prunex_mpi.methods.exchanges import exchange_of, memory_of
 from prunex_mpi.methods.stepper import Stepper
@@ -203,7 +203,7 @@ class Replica:
         if not self._open:
             raise UserError("step() after close(); leave the loop before the replica is closed")
         if self.done:
-            total = self._context.settings.outer_iterations * self._context.problem.steps
+            total = total_steps(self._context.settings, self._context.problem.steps)
             raise UserError(
                 f"the run has had its {total} steps (outer_iterations times local_steps); leave "
                 "the loop where replica.done, or give more outer_iterations"
@@ -298,8 +298,14 @@ class Replica:
         To look at right after an exchange (`exchanged`), or at the end. With `bn="recalibrate"`
         collective on `comm`.
         """
-        self._require_exchange()
         context, state = self._context, self._context.state
+        if not self.exchanged:
+            total = total_steps(context.settings, context.problem.steps)
+            raise UserError(
+                f"this rank asks for the delivered network after step {steps_taken(context)} of "
+                f"{total}, between two exchanges, where every node has weights of its own; ask "
+                "where replica.exchanged, or leave the loop where replica.done"
+            )
         estimates = not self.done and context.settings.method.by_iteration
         estimates = estimates and context.settings.bn == "recalibrate"
         estimated = statistics_of_z(self._topology, context) if estimates else nullcontext()
@@ -334,16 +340,6 @@ class Replica:
             resize_(small, sizes)
             fill_(small, tensors)
         return small.model if isinstance(small, Called) else small
-
-    def _require_exchange(self) -> None:
-        if not self.exchanged:
-            total = self._context.settings.outer_iterations * self._context.problem.steps
-            step = steps_taken(self._context)
-            raise UserError(
-                f"this rank asks for the delivered network after step {step} of {total}, between "
-                "two exchanges, where every node has weights of its own; ask where "
-                "replica.exchanged, or leave the loop where replica.done"
-            )
 
     # ----------------------------------------------------------------------------------------------
     # Resume, and the end
