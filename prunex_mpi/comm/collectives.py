@@ -20,6 +20,7 @@ of different racks; an Allreduce of neighbours in equal racks sends no more with
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -214,6 +215,15 @@ def host_memory(transport: Transport, *parts: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+@contextmanager
+def lent(transport: Transport, given: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Have memory that MPI gets with what is `given`, and such that `target` is filled from."""
+    sent, received = host_memory(transport, given, target)
+    sent.copy_(given)
+    yield sent, received
+    target.copy_(received)
+
+
 def _shaped(memory: Tensor, part: Tensor) -> Tensor:
     """Return the beginning of `memory` in shape and type of `part`; more of it if it is short."""
     nbytes = part.numel() * part.element_size()
@@ -320,12 +330,9 @@ def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transp
         return
     transport = staged_if_far(transport, everyone)
     for start, stop in _columns(everyone, _as_staged(transport, everyone)):
-        piece, target = mine[start:stop], everyone[:, start:stop]
-        sent, received = host_memory(transport, piece, target)
-        sent.copy_(piece)
-        for a, b in _columns(received, transport):
-            comm.Allgatherv(mpi_buffer(sent[a:b]), _rows(received, a, b))
-        target.copy_(received)
+        with lent(transport, mine[start:stop], everyone[:, start:stop]) as (sent, received):
+            for a, b in _columns(received, transport):
+                comm.Allgatherv(mpi_buffer(sent[a:b]), _rows(received, a, b))
 
 
 def allgatherv_(
@@ -339,10 +346,8 @@ def allgatherv_(
     if comm.size == 1:
         target.copy_(mine)
         return
-    sent, received = host_memory(transport, mine, target)
-    sent.copy_(mine)
-    comm.Allgatherv(mpi_buffer(sent), _stretches(received, counts))
-    target.copy_(received)
+    with lent(transport, mine, target) as (sent, received):
+        comm.Allgatherv(mpi_buffer(sent), _stretches(received, counts))
 
 
 def alltoallv_(
@@ -357,10 +362,8 @@ def alltoallv_(
 
     Either fits into one bucket. Collective on `comm`.
     """
-    sent, coming = host_memory(transport, mine, received)
-    sent.copy_(mine)
-    comm.Alltoallv(_stretches(sent, leaving), _stretches(coming, arriving))
-    received.copy_(coming)
+    with lent(transport, mine, received) as (sent, coming):
+        comm.Alltoallv(_stretches(sent, leaving), _stretches(coming, arriving))
 
 
 def alltoall_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
@@ -374,12 +377,9 @@ def alltoall_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transpo
         return
     transport = staged_if_far(transport, mine)
     for start, stop in _columns(mine, _as_staged(transport, mine)):
-        part, target = mine[:, start:stop], received[:, start:stop]
-        leaving, coming = host_memory(transport, part, target)
-        leaving.copy_(part)
-        for a, b in _columns(leaving, transport):
-            comm.Alltoallv(_rows(leaving, a, b), _rows(coming, a, b))
-        target.copy_(coming)
+        with lent(transport, mine[:, start:stop], received[:, start:stop]) as (leaving, coming):
+            for a, b in _columns(leaving, transport):
+                comm.Alltoallv(_rows(leaving, a, b), _rows(coming, a, b))
 
 
 def sendrecv_(
@@ -388,11 +388,10 @@ def sendrecv_(
     """Send `mine` to rank `to` while as much comes from rank `source`. Collective on `comm`."""
     whole = _as_staged(transport, mine)
     for part, target in zip(buckets(mine, whole), buckets(received, whole), strict=True):
-        leaving, coming = host_memory(transport, part, target)
-        leaving.copy_(part)
-        for out, into in zip(buckets(leaving, transport), buckets(coming, transport), strict=True):
-            comm.Sendrecv(mpi_buffer(out), to, recvbuf=mpi_buffer(into), source=source)
-        target.copy_(coming)
+        with lent(transport, part, target) as (leaving, coming):
+            pairs = zip(buckets(leaving, transport), buckets(coming, transport), strict=True)
+            for out, into in pairs:
+                comm.Sendrecv(mpi_buffer(out), to, recvbuf=mpi_buffer(into), source=source)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -446,14 +445,12 @@ def alltoall_shares_(
     alike = own and len(set(leaving)) == 1
     if not own:
         leaving[comm.rank] = arriving[comm.rank] = 0
-    sent, coming = host_memory(transport, rows, received)
-    sent.copy_(rows)
-    for row, into in zip(sent, coming, strict=True):
-        if alike:
-            comm.Alltoall(mpi_buffer(row), mpi_buffer(into))
-        else:
-            comm.Alltoallv(_stretches(row, leaving, ends), _stretches(into, arriving))
-    received.copy_(coming)
+    with lent(transport, rows, received) as (sent, coming):
+        for row, into in zip(sent, coming, strict=True):
+            if alike:
+                comm.Alltoall(mpi_buffer(row), mpi_buffer(into))
+            else:
+                comm.Alltoallv(_stretches(row, leaving, ends), _stretches(into, arriving))
 
 
 def allgather_shares_(
