@@ -20,6 +20,7 @@ of different racks; an Allreduce of neighbours in equal racks sends no more with
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -214,6 +215,15 @@ def host_memory(transport: Transport, *parts: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+@contextmanager
+def lent(transport: Transport, given: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Have memory that MPI gets with what is `given`, and such that `target` is filled from."""
+    sent, received = host_memory(transport, given, target)
+    sent.copy_(given)
+    yield sent, received
+    target.copy_(received)
+
+
 def _shaped(memory: Tensor, part: Tensor) -> Tensor:
     """Return the beginning of `memory` in shape and type of `part`; more of it if it is short."""
     nbytes = part.numel() * part.element_size()
@@ -239,10 +249,10 @@ def reduce_operand_(
         _reduce_bucket_(comm, bucket, op, transport.racks)
 
 
-def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
-    """Sum `flat` over `comm` in place on `root`; the others keep theirs. Collective on `comm`.
+def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
+    """Sum `flat` over `comm` in place on rank 0; the others keep theirs. Collective on `comm`.
 
-    With racks the root is the first of all, and the first ones of other racks get the sum of those.
+    With racks the first ones of other racks get the sum of those.
     """
     if racks := transport.racks:
         for level in (racks.inside, racks.between):
@@ -251,17 +261,17 @@ def reduce_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -
         return
     if comm.size == 1:
         return
-    leads = comm.rank == root
+    leads = comm.rank == 0
     for operand in staged(flat, transport, back=leads):
         for bucket in buckets(operand, transport):
             mine, total = mpi_buffer(bucket), None
             if leads:
                 mine, total = MPI.IN_PLACE, mine
-            comm.Reduce(mine, total, op=MPI.SUM, root=root)
+            comm.Reduce(mine, total, op=MPI.SUM, root=0)
 
 
-def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) -> None:
-    """Broadcast `flat` from `root`, with racks the first of all, in place. Collective on `comm`."""
+def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> None:
+    """Broadcast `flat` from rank 0 in place. Collective on `comm`."""
     if racks := transport.racks:
         for level in (racks.between, racks.inside):
             if level != MPI.COMM_NULL:
@@ -269,10 +279,10 @@ def bcast_(comm: MPI.Comm, flat: Tensor, transport: Transport, root: int = 0) ->
         return
     if comm.size == 1:
         return
-    leads = comm.rank == root
+    leads = comm.rank == 0
     for operand in staged(flat, transport, fetch=leads, back=not leads):
         for bucket in buckets(operand, transport):
-            comm.Bcast(mpi_buffer(bucket), root=root)
+            comm.Bcast(mpi_buffer(bucket), root=0)
 
 
 def allreduce_then_bcast_(
@@ -320,12 +330,9 @@ def allgather_(comm: MPI.Comm, mine: Tensor, everyone: Tensor, transport: Transp
         return
     transport = staged_if_far(transport, everyone)
     for start, stop in _columns(everyone, _as_staged(transport, everyone)):
-        piece, target = mine[start:stop], everyone[:, start:stop]
-        sent, received = host_memory(transport, piece, target)
-        sent.copy_(piece)
-        for a, b in _columns(received, transport):
-            comm.Allgatherv(mpi_buffer(sent[a:b]), _rows(received, a, b))
-        target.copy_(received)
+        with lent(transport, mine[start:stop], everyone[:, start:stop]) as (sent, received):
+            for a, b in _columns(received, transport):
+                comm.Allgatherv(mpi_buffer(sent[a:b]), _rows(received, a, b))
 
 
 def allgatherv_(
@@ -339,10 +346,8 @@ def allgatherv_(
     if comm.size == 1:
         target.copy_(mine)
         return
-    sent, received = host_memory(transport, mine, target)
-    sent.copy_(mine)
-    comm.Allgatherv(mpi_buffer(sent), _stretches(received, counts))
-    target.copy_(received)
+    with lent(transport, mine, target) as (sent, received):
+        comm.Allgatherv(mpi_buffer(sent), _stretches(received, counts))
 
 
 def alltoallv_(
@@ -357,10 +362,8 @@ def alltoallv_(
 
     Either fits into one bucket. Collective on `comm`.
     """
-    sent, coming = host_memory(transport, mine, received)
-    sent.copy_(mine)
-    comm.Alltoallv(_stretches(sent, leaving), _stretches(coming, arriving))
-    received.copy_(coming)
+    with lent(transport, mine, received) as (sent, coming):
+        comm.Alltoallv(_stretches(sent, leaving), _stretches(coming, arriving))
 
 
 def alltoall_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transport) -> None:
@@ -374,12 +377,9 @@ def alltoall_(comm: MPI.Comm, mine: Tensor, received: Tensor, transport: Transpo
         return
     transport = staged_if_far(transport, mine)
     for start, stop in _columns(mine, _as_staged(transport, mine)):
-        part, target = mine[:, start:stop], received[:, start:stop]
-        leaving, coming = host_memory(transport, part, target)
-        leaving.copy_(part)
-        for a, b in _columns(leaving, transport):
-            comm.Alltoallv(_rows(leaving, a, b), _rows(coming, a, b))
-        target.copy_(coming)
+        with lent(transport, mine[:, start:stop], received[:, start:stop]) as (leaving, coming):
+            for a, b in _columns(leaving, transport):
+                comm.Alltoallv(_rows(leaving, a, b), _rows(coming, a, b))
 
 
 def sendrecv_(
@@ -388,11 +388,10 @@ def sendrecv_(
     """Send `mine` to rank `to` while as much comes from rank `source`. Collective on `comm`."""
     whole = _as_staged(transport, mine)
     for part, target in zip(buckets(mine, whole), buckets(received, whole), strict=True):
-        leaving, coming = host_memory(transport, part, target)
-        leaving.copy_(part)
-        for out, into in zip(buckets(leaving, transport), buckets(coming, transport), strict=True):
-            comm.Sendrecv(mpi_buffer(out), to, recvbuf=mpi_buffer(into), source=source)
-        target.copy_(coming)
+        with lent(transport, part, target) as (leaving, coming):
+            pairs = zip(buckets(leaving, transport), buckets(coming, transport), strict=True)
+            for out, into in pairs:
+                comm.Sendrecv(mpi_buffer(out), to, recvbuf=mpi_buffer(into), source=source)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -417,13 +416,13 @@ def buckets_at_once(like: Tensor, nbytes: int, transport: Transport) -> int:
     return max(1, room // nbytes)
 
 
-def runs(count: int, bucket: int, together: int) -> Iterator[tuple[int, int]]:
+def runs(count: int, bucket: int, together: int) -> Iterator[slice]:
     """Cut `count` elements into runs of whole buckets, `together` at most, and what is left."""
     start = 0
     while start < count:
         whole = min(together, (count - start) // bucket)
         stop = start + (whole * bucket or count - start)
-        yield start, stop
+        yield slice(start, stop)
         start = stop
 
 
@@ -446,14 +445,12 @@ def alltoall_shares_(
     alike = own and len(set(leaving)) == 1
     if not own:
         leaving[comm.rank] = arriving[comm.rank] = 0
-    sent, coming = host_memory(transport, rows, received)
-    sent.copy_(rows)
-    for row, into in zip(sent, coming, strict=True):
-        if alike:
-            comm.Alltoall(mpi_buffer(row), mpi_buffer(into))
-        else:
-            comm.Alltoallv(_stretches(row, leaving, ends), _stretches(into, arriving))
-    received.copy_(coming)
+    with lent(transport, rows, received) as (sent, coming):
+        for row, into in zip(sent, coming, strict=True):
+            if alike:
+                comm.Alltoall(mpi_buffer(row), mpi_buffer(into))
+            else:
+                comm.Alltoallv(_stretches(row, leaving, ends), _stretches(into, arriving))
 
 
 def allgather_shares_(
@@ -486,8 +483,8 @@ def allreduce_halves_(comm: MPI.Comm, flat: Tensor, transport: Transport) -> Non
         return
     room = max(1, transport.bucket_bytes // (flat.element_size() * comm.size)) * comm.size
     together = buckets_at_once(flat, room * flat.element_size(), transport)
-    for start, stop in runs(flat.numel(), room, together):
-        rows = flat[start:stop].view(max(1, (stop - start) // room), -1)
+    for run in runs(flat.numel(), room, together):
+        rows = flat[run].view(max(1, (run.stop - run.start) // room), -1)
         carried, ends = rows.view(torch.int16), share_ends(rows.shape[1], comm.size)
         mine = rows[:, ends[comm.rank] : ends[comm.rank + 1]]
         received = carried.new_empty(len(rows), comm.size * mine.shape[1])

@@ -114,7 +114,8 @@ class CountedComm:
 
     def alltoall_(self, mine: Tensor, received: Tensor) -> None:
         """Send row r of `mine` [comm.size, n] to rank r, receive as many. Collective on `comm`."""
-        counted = self.count_dealt(mine.nbytes)
+        sent = dealt_bytes(self.ring, self.inside, mine.nbytes, passes=0)
+        counted = self.count_sent(mine.nbytes, sent)
         with self.clock.exchanging(mine.device, "Alltoall", counted):
             collectives.alltoall_(self.comm, mine, received, self.transport)
 
@@ -130,11 +131,10 @@ class CountedComm:
 
         Collective on `comm`.
         """
-        counted = self.count(mine.nbytes, travelling=0, kind=kind)
         # Of what goes to others some may stay in the node.
         leaves = self.inside * (self.ring - self.inside) * mine.nbytes // max(1, self.ring - 1)
-        self.traffic.sent += leaves
-        with self.clock.exchanging(mine.device, "Alltoallv", counted | {"sent": leaves}):
+        counted = self.count_sent(mine.nbytes, leaves, kind)
+        with self.clock.exchanging(mine.device, "Alltoallv", counted):
             collectives.alltoallv_(self.comm, mine, leaving, received, arriving, self.transport)
 
     def sendrecv_(self, mine: Tensor, to: int, received: Tensor, source: int) -> None:
@@ -144,15 +144,15 @@ class CountedComm:
         be.
         """
         distance = (to - self.comm.rank) % self.comm.size
-        counted = self.count(mine.nbytes, travelling=0)
         sent = shifted_bytes(self.ring, self.inside, distance, mine.nbytes)
-        self.traffic.sent += sent
-        with self.clock.exchanging(mine.device, "Sendrecv", counted | {"sent": sent}):
+        counted = self.count_sent(mine.nbytes, sent)
+        with self.clock.exchanging(mine.device, "Sendrecv", counted):
             collectives.sendrecv_(self.comm, mine, to, received, source, self.transport)
 
     def reduce_halves_(self, flat: Tensor) -> None:
         """Sum a float16 or bfloat16 vector in place, alike on all ranks. Collective on `comm`."""
-        counted = self.count_dealt(flat.nbytes, passes=1)
+        sent = dealt_bytes(self.ring, self.inside, flat.nbytes, passes=1)
+        counted = self.count_sent(flat.nbytes, sent)
         with self.clock.exchanging(flat.device, "sum of shares", counted):
             collectives.allreduce_halves_(self.comm, flat, self.transport)
 
@@ -202,10 +202,9 @@ class CountedComm:
             self.traffic.sent += counted["sent"]
         return counted
 
-    def count_dealt(self, operand: int, passes: int = 0) -> dict[str, int]:
-        """Count a message whose shares all ranks send to each other, and `passes` of the ring."""
-        counted = self.count(operand, travelling=0)
-        sent = dealt_bytes(self.ring, self.inside, operand, passes)
+    def count_sent(self, operand: int, sent: int, kind: str = "") -> dict[str, int]:
+        """Count, and return, `operand` bytes of this rank and `sent` ones that leave its node."""
+        counted = self.count(operand, travelling=0, kind=kind)
         self.traffic.sent += sent
         return counted | {"sent": sent}
 

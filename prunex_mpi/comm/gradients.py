@@ -9,6 +9,8 @@ goes by a binomial tree, and one of 8 ranks sends a bucket 3 times in place of 1
 as much is sent either way, and a second vector would cost a copy.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, cuda, nn
 
@@ -76,7 +78,7 @@ class GradientAverager:
         self.members = [bucket_of.count(b) for b in range(len(self.bounds))]
         parameters = list(trained_parameters(model).values())
         for bucket, parameter in zip(bucket_of, parameters, strict=True):
-            hook = self._make_hook(bucket)
+            hook = partial(self._note, bucket)
             self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def begin(self) -> None:
@@ -112,18 +114,15 @@ class GradientAverager:
             handle.remove()
         self.handles = []
 
-    def _make_hook(self, bucket: int):
-        def hook(_parameter: torch.Tensor) -> None:
-            if not self.listening:
-                return
-            self.missing[bucket] -= 1
-            self.late |= self.missing[bucket] < 0
-            if not self.queued:
-                self._start()
-            elif self.missing[bucket] == 0:
-                self._mark(bucket)
-
-        return hook
+    def _note(self, bucket: int, _parameter: Tensor) -> None:
+        if not self.listening:
+            return
+        self.missing[bucket] -= 1
+        self.late |= self.missing[bucket] < 0
+        if not self.queued:
+            self._start()
+        elif self.missing[bucket] == 0:
+            self._mark(bucket)
 
     def _mark(self, bucket: int) -> None:
         self.marks[bucket].record(cuda.current_stream(self.grad.device))

@@ -96,10 +96,7 @@ class Topology:
 
 
 def build_topology(
-    world: MPI.Comm,
-    ranks_per_node: int = 0,
-    made: list[MPI.Comm] | None = None,
-    rack_of: str = "",
+    world: MPI.Comm, ranks_per_node: int = 0, made: list[MPI.Comm] | None = None, rack_of: str = ""
 ) -> Topology:
     """Split a duplicate of `world` into nodes, leaders and racks. Collective on `world`.
 
@@ -187,10 +184,7 @@ def rack_name(rack_of: str, node_index: int) -> str:
 
 @contextmanager
 def nodes_of(
-    world: MPI.Comm,
-    ranks_per_node: int = 0,
-    made: list[MPI.Comm] | None = None,
-    rack_of: str = "",
+    world: MPI.Comm, ranks_per_node: int = 0, made: list[MPI.Comm] | None = None, rack_of: str = ""
 ) -> Iterator[Topology]:
     """Have the topology of `build_topology` for the block. Collective on `world`, at both ends."""
     topology = build_topology(world, ranks_per_node, made, rack_of)

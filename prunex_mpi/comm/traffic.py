@@ -88,12 +88,6 @@ class Clock:
             ended = now(device)
         setattr(self, part, getattr(self, part) + ended - started)
 
-    def agreeing(
-        self, device: torch.device, name: str, counted: Mapping[str, int] = NOTHING
-    ) -> AbstractContextManager[None]:
-        """Count the block as waiting for messages that belong to the phase they are in."""
-        return self.exchanging(device, name, counted, part="agreed")
-
     @contextmanager
     def broadcasting(self, device: torch.device) -> Iterator[None]:
         """Count the block as handing to the ranks of a node what has come from other nodes."""

@@ -112,34 +112,7 @@ def weigh_candidate(
 
 
 # --------------------------------------------------------------------------------------------------
-# Phase 5: duals
-# --------------------------------------------------------------------------------------------------
-
-
-def step_duals_(state: State, measured: bool) -> np.ndarray | None:
-    """u += theta - z_i, v += z_i - z; where `measured` return squared norms, [7, layers].
-
-    Of theta - z_i, theta, z_i, u, z_i - z, z and v, in this order. While z is in flight v waits
-    for it.
-    """
-    found, spare = [], spare_tile(state.theta)
-    for tile in tiles(state.layout, state.theta.device):
-        flats = (state.theta, state.z_node, state.u, state.z, state.v)
-        theta, z_node, u, z, v = (flat[tile.place] for flat in flats)
-        gap = torch.sub(theta, z_node, out=spare[: theta.numel()])
-        u.add_(gap)
-        if state.position.in_flight:
-            continue
-        norms = tile_norms(tile, gap, theta, z_node, u) if measured else []
-        torch.sub(z_node, z, out=gap)
-        v.add_(gap)
-        norms += tile_norms(tile, gap, z, v) if measured else []
-        found.append(norms)
-    return sum_tile_norms(found, state.layout, state.theta.device) if measured else None
-
-
-# --------------------------------------------------------------------------------------------------
-# Phase 5: residuals and the stopping test (Boyd et al. 2011)
+# Phase 5: duals; residuals and the stopping test (Boyd et al. 2011); penalties
 # --------------------------------------------------------------------------------------------------
 
 
@@ -157,15 +130,43 @@ class NormSums(NamedTuple):
     v: np.ndarray
 
 
+def update_duals(
+    state: State, moved_node: np.ndarray | None, moved: np.ndarray | None
+) -> NormSums | None:
+    """u += theta - z_i (Eq. 12), v += z_i - z (Eq. 13); return this rank's squared norms.
+
+    None where phases 3 and 4 have not measured how z_i and z `moved`. While z is under way v waits
+    for it. Does not communicate.
+    """
+    found, spare = [], spare_tile(state.theta)
+    for tile in tiles(state.layout, state.theta.device):
+        flats = (state.theta, state.z_node, state.u, state.z, state.v)
+        theta, z_node, u, z, v = (flat[tile.place] for flat in flats)
+        gap = torch.sub(theta, z_node, out=spare[: theta.numel()])
+        u.add_(gap)
+        if state.position.in_flight:
+            continue
+        norms = [] if moved is None else tile_norms(tile, gap, theta, z_node, u)
+        torch.sub(z_node, z, out=gap)
+        v.add_(gap)
+        norms += [] if moved is None else tile_norms(tile, gap, z, v)
+        found.append(norms)
+    if moved is None:
+        return None
+    own = sum_tile_norms(found, state.layout, state.theta.device)
+    gap_theta, theta, z_node, u, gap_node, z, v = own
+    return NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
+
+
 @dataclass(frozen=True)
 class Residuals:
-    """Residual norms and their thresholds per layer, float64 [layers] each."""
+    """Residual norms per layer, float64 [layers] each; whether all layers pass both tests."""
 
     intra_primal: np.ndarray
     intra_dual: np.ndarray
     inter_primal: np.ndarray
     inter_dual: np.ndarray
-    converged: np.ndarray
+    converged: bool
 
     def totals(self) -> dict[str, float]:
         """Return the norm over all layers of each residual."""
@@ -194,12 +195,7 @@ def compute_residuals(
         & (inter_primal <= floor + eps_rel * np.maximum(root.z_node, root.z))
         & (inter_dual <= floor + eps_rel * rho2 * root.v)
     )
-    return Residuals(intra_primal, intra_dual, inter_primal, inter_dual, converged)
-
-
-def converges(residuals: Residuals | None) -> bool:
-    """Return whether every layer satisfies both stopping tests; without residuals none does."""
-    return residuals is not None and bool(residuals.converged.all())
+    return Residuals(intra_primal, intra_dual, inter_primal, inter_dual, bool(converged.all()))
 
 
 def own_residuals(norms: NormSums | None, state: State) -> dict[str, float]:
@@ -240,11 +236,6 @@ def mean_loss(world: MPI.Comm, state: State, loss: float) -> float:
     """Return the mean of every rank's `loss`, alike on all. Collective on `world`."""
     with agreeing(state, "Allreduce and Bcast of the loss", alike_bytes(1)):
         return mean_over_ranks(world, loss)
-
-
-# --------------------------------------------------------------------------------------------------
-# Phase 5: penalties of the next outer iteration
-# --------------------------------------------------------------------------------------------------
 
 
 def balance_penalties_(state: State, residuals: Residuals) -> None:

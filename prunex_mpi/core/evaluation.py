@@ -2,8 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, Diverged, UserError
-from prunex_mpi.base.record_keys import KINDS, PHASES, RANK_PHASES, RESIDUALS
 from prunex_mpi.comm.agreement import (
     DIGEST_BYTES,
     VERDICT_BYTES,
@@ -26,7 +24,6 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.counted import reduce_between_nodes_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.admm import Residuals
 from prunex_mpi.core.memory import PARAMETERS, STATISTICS, Declared, shared
 from prunex_mpi.core.schedule import schedule_progress
 from prunex_mpi.core.state import (
@@ -50,17 +47,29 @@ DIVERGED = 10.0
 # In the memory of a run: the average, that of the BatchNorm means and variances, and of how many z
 # it is since it has begun; with none of them it says nothing.
 EMA, EMA_STATS, EMA_COUNT = "ema_z", "ema_statistics", "ema_count"
+# The best z by held-out data, the BatchNorm means and variances that go with it, and its mask.
+BEST, BEST_STATS, BEST_MASK = "best_z", "best_statistics", "best_mask"
+# Densities that differ by less are the same: coupled groups need not all be of one size.
+SAME_DENSITY = 1e-3
 
 
-def memory_of_ema(settings: Settings, state: State) -> Declared:
-    """Allocate the average of z, of none so far, where `--model-ema-decay` asks for it."""
-    if not settings.model_ema_decay:
-        return {}
-    return {
-        EMA: shared(torch.zeros_like(state.z), PARAMETERS),
-        EMA_STATS: shared(torch.zeros_like(state.stats), STATISTICS),
-        EMA_COUNT: shared(torch.zeros(1, dtype=torch.int64)),
-    }
+def memory_of_evaluation(settings: Settings, state: State) -> Declared:
+    """Allocate the best z, where data are held out, and the average, of none so far, if asked."""
+
+    def allocate(z: str, statistics: str) -> Declared:
+        return {
+            z: shared(torch.zeros_like(state.z), PARAMETERS),
+            statistics: shared(torch.zeros_like(state.stats), STATISTICS),
+        }
+
+    found: Declared = {}
+    if settings.val_split:
+        mask = torch.ones(state.mask.bits.size, dtype=torch.bool)
+        found |= allocate(BEST, BEST_STATS) | {BEST_MASK: shared(mask)}
+    if settings.model_ema_decay:
+        count = torch.zeros(1, dtype=torch.int64)
+        found |= allocate(EMA, EMA_STATS) | {EMA_COUNT: shared(count)}
+    return found
 
 
 def add_z_(state: State, settings: Settings) -> None:
@@ -98,20 +107,11 @@ def average_z_(topology: Topology, context: RunContext, changed: bool, estimated
             batchnorm.read_plain_(state.bn_modules, state.memory[EMA_STATS])
 
 
-@contextmanager
-def ema_of(state: State) -> Iterator[None]:
+def ema_of(state: State) -> AbstractContextManager[None]:
     """Have the average, if it has begun, and its statistics in place of z for the block."""
     if EMA not in state.memory or not int(state.memory[EMA_COUNT]):
-        yield
-        return
-    with in_place_of_z(state, state.memory[EMA], state.memory[EMA_STATS]):
-        yield
-
-
-# In the memory of a run: that z, the BatchNorm means and variances that go with it, and its mask.
-BEST, BEST_STATS, BEST_MASK = "best_z", "best_statistics", "best_mask"
-# Densities that differ by less are the same: coupled groups need not all be of one size.
-SAME_DENSITY = 1e-3
+        return nullcontext()
+    return in_place_of_z(state, state.memory[EMA], state.memory[EMA_STATS])
 
 
 class Evaluation(NamedTuple):
@@ -128,24 +128,15 @@ class Evaluation(NamedTuple):
     loss: float
 
 
-def memory_of_best(settings: Settings, state: State) -> Declared:
-    """Allocate the best z so far, where images are held out to tell which it is."""
-    if not settings.val_split:
-        return {}
-    return {
-        BEST: shared(torch.zeros_like(state.z), PARAMETERS),
-        BEST_STATS: shared(torch.zeros_like(state.stats), STATISTICS),
-        BEST_MASK: shared(torch.ones(state.mask.bits.size, dtype=torch.bool)),
-    }
-
-
 def keep_best_(context: RunContext, found: dict[str, float]) -> None:
     """Keep z and its statistics in the memory where `found` is the best evaluation so far."""
     state, settings, k = context.state, context.settings, context.state.position.iteration
     stage, accuracy = stage_of(settings, k, state.frozen), found.get("accuracy", 0.0)
     here = Evaluation(k, stage, density(state), accuracy, found["loss"])
-    best = Evaluation(*state.position.best) if state.position.best else None
-    if best is None or is_better(here, best, by_size=not votes(settings)):
+    best, method = state.position.best, settings.method
+    # Each mask keeps as much as it may then, and none is a union of several.
+    of_one_size = method.consensus and (settings.mask_agreement == "vote" or method.flat)
+    if not best or is_better(here, Evaluation(*best), by_size=not of_one_size):
         state.position.best = list(here)
         state.memory[BEST].copy_(state.z)
         batchnorm.read_plain_(state.bn_modules, state.memory[BEST_STATS])
@@ -157,12 +148,6 @@ def stage_of(settings: Settings, k: int, frozen: bool) -> float:
     if not settings.method.consensus:
         return 0.0
     return schedule_progress(k, settings.warmup_iterations, settings.keep_ramp_iterations) + frozen
-
-
-def votes(settings: Settings) -> bool:
-    """Return whether each mask keeps as much as it may, and none is a union of several."""
-    method = settings.method
-    return method.consensus and (settings.mask_agreement == "vote" or method.flat)
 
 
 def is_better(here: Evaluation, best: Evaluation, by_size: bool) -> bool:
@@ -180,31 +165,16 @@ def is_better(here: Evaluation, best: Evaluation, by_size: bool) -> bool:
     return (here.accuracy, -here.loss) > (best.accuracy, -best.loss)
 
 
-@contextmanager
-def best_of(context: RunContext) -> Iterator[None]:
-    """Have the best z that was kept, if any, its statistics and mask in place of the last."""
+def delivered(context: RunContext) -> AbstractContextManager[None]:
+    """Have what is delivered in place of z: the best that was kept, else the average, else z.
+
+    With the best one its mask is in place of the last.
+    """
     state = context.state
-    if not _is_kept(state):
-        yield
-        return
-    last, bits = state.mask, state.memory[BEST_MASK].numpy()
-    state.mask = replace(last, bits=bits)
-    try:
-        with in_place_of_z(state, state.memory[BEST], state.memory[BEST_STATS]):
-            yield
-    finally:
-        state.mask = last
-
-
-@contextmanager
-def delivered(context: RunContext) -> Iterator[None]:
-    """Have what is delivered in place of z: the best that was kept, else the average, else z."""
-    with best_of(context) if _is_kept(context.state) else ema_of(context.state):
-        yield
-
-
-def _is_kept(state: State) -> bool:
-    return BEST in state.memory and bool(state.position.best)
+    if BEST not in state.memory or not state.position.best:
+        return ema_of(state)
+    bits = state.memory[BEST_MASK].numpy()
+    return in_place_of_z(state, state.memory[BEST], state.memory[BEST_STATS], bits)
 
 
 # How long BatchNorm statistics that are estimated on z stay: for its evaluation, or for good.
@@ -290,12 +260,8 @@ def evaluate_on(topology: Topology, context: RunContext, shard: Any) -> dict[str
             found[1] += problem.task.right(outputs, labels)
             count += labels.numel()
     sums = np.array([*found.tolist(), count])
-    counted = alike_bytes(sums.size)
-    with state.position.clock.agreeing(
-        state.theta.device, "sum over all ranks", {"evaluate": counted}
-    ):
+    with agreeing(state, "sum over all ranks", alike_bytes(sums.size), kind="evaluate"):
         sum_alike_(topology.world, sums)
-    state.position.traffic.evaluate += counted
     check_readable(topology.world, context)
     if not np.isfinite(sums[0]):
         # Every rank holds the same sums, so every rank raises.
@@ -429,7 +395,7 @@ def _raise_together(world: MPI.Comm, failure: UserError | None) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What one outer iteration came to, for the files of a run
+# How much of the network is left
 # --------------------------------------------------------------------------------------------------
 
 
@@ -457,74 +423,3 @@ def density(state: State) -> float:
     """Return the kept fraction of the weights that the method may prune, 1 where it prunes none."""
     prunable, kept = prunable_and_kept(state)
     return kept / prunable if prunable else 1.0
-
-
-def layer_records(
-    context: RunContext, iteration: int, residuals: Residuals | None
-) -> list[dict[str, Any]]:
-    """Return one row of layers.jsonl per parameter tensor; null for what there is not."""
-    state = context.state
-    density = {i: kept / numel for i, (kept, numel) in kept_by_segment(state).items()}
-    penalties = context.settings.method.consensus
-    return [
-        {
-            "iteration": iteration,
-            "layer": segment.name,
-            "density": density.get(i, 1.0),
-            "rho1": float(state.rho1[i]) if penalties else None,
-            "rho2": float(state.rho2[i]) if penalties else None,
-            **{n: float(getattr(residuals, n)[i]) if residuals else None for n in RESIDUALS},
-        }
-        for i, segment in enumerate(state.layout.segments)
-    ]
-
-
-def iteration_record(
-    context: RunContext, iteration: int, seconds: dict[str, float], residuals: Residuals | None
-) -> dict[str, Any]:
-    """Return what of a metrics.jsonl object follows from the state; null for what there is not."""
-    state = context.state
-    traffic = state.position.traffic
-    penalties = context.settings.method.consensus
-    return {
-        "iteration": iteration,
-        "seconds": {phase: seconds.get(phase, 0.0) for phase in PHASES},
-        "data_wait_seconds": state.position.clock.data,
-        "bytes": {kind: getattr(traffic, kind) for kind in KINDS},
-        "density": density(state),
-        "frozen": state.frozen,
-        "residuals": residuals.totals() if residuals else dict.fromkeys(RESIDUALS),
-        "rho1": float(state.rho1.mean()) if penalties else None,
-        "rho2": float(state.rho2.mean()) if penalties else None,
-        "lr": state.optimizer.optimizer.param_groups[0]["lr"],
-        # Of methods whose nodes drift apart; their driver measures it.
-        "replica_distance": None,
-    }
-
-
-def quality(context: RunContext, found: dict[str, float] | None) -> dict[str, float | None]:
-    """Return what an evaluation has `found`, by the names of the data that it was made on.
-
-    Where some are held out for it the test set is kept back: of it nothing is known yet.
-    """
-    measures = context.problem.task.measures
-    values = found or dict.fromkeys(measures)
-    if not context.settings.val_split:
-        return {f"test_{name}": values[name] for name in measures}
-    unknown = {f"test_{name}": None for name in measures}
-    return {**unknown, **{f"val_{name}": values[name] for name in measures}}
-
-
-def rank_record(
-    seconds: dict[str, float],
-    exchange: dict[str, float],
-    broadcast: float,
-    residuals: dict[str, float],
-) -> dict[str, Any]:
-    """Return what one rank has for ranks.jsonl: seconds of each phase, work apart from messages.
-
-    `broadcast` is what of those of phase 4 was the broadcast in the node.
-    """
-    messages = {phase: exchange.get(phase, 0.0) for phase in RANK_PHASES}
-    computing = {phase: seconds.get(phase, 0.0) - messages[phase] for phase in RANK_PHASES}
-    return {"work": computing, "exchange": messages, "broadcast": broadcast, "residuals": residuals}

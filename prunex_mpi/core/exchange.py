@@ -31,14 +31,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mpi4py import MPI
+
+from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.async_exchange import AsyncExchange
 from prunex_mpi.comm.counted import CountedComm, CountedComms
 from prunex_mpi.core.evaluation import add_z_
 from prunex_mpi.core.loop import Round
-from prunex_mpi.core.memory import PARAMETERS, Declared, shared
+from prunex_mpi.core.memory import ALL, PARAMETERS, Declared, shared
 from prunex_mpi.core.message import Fragment, message_bytes
-from prunex_mpi.core.replica_check import replicas_agree
 from prunex_mpi.core.schedule import Stage, asynchronous_steps, local_steps
 from prunex_mpi.core.state import (
     CODED,
@@ -51,6 +53,7 @@ from prunex_mpi.core.state import (
     starts_from_z,
 )
 from prunex_mpi.models import batchnorm
+from prunex_mpi.models.layout import bits_digest
 from prunex_mpi.pruning.masks import pack_, unpack_
 from prunex_mpi.settings.fields import Settings
 from prunex_mpi.settings.values import AUTO
@@ -157,11 +160,8 @@ def complete_(state: State, settings: Settings, asynchronous: bool = False) -> F
 
     The outer iteration in which it has left may be over.
     """
-    position = state.position
-    fragment = state.message.fragment(position.part, settings.fragments)
-    k = position.iteration - 1 if fragment.last else position.iteration
-    coded = position.in_flight == CODED
-    take_over_(state, settings, fragment, k, coded=coded, asynchronous=asynchronous)
+    fragment = state.message.fragment(state.position.part, settings.fragments)
+    take_over_(state, settings, fragment, asynchronous=asynchronous)
     if fragment.last:
         add_z_(state, settings)
     return fragment
@@ -171,21 +171,20 @@ def take_over_(
     state: State,
     settings: Settings,
     fragment: Fragment,
-    k: int,
     *,
-    coded: bool | None = None,
     asynchronous: bool = False,
     freezes: bool = False,
 ) -> Tensor:
     """Make the mean that the message holds z, zero where the mask is; set the statistics.
 
-    It has left in outer iteration `k`. If `asynchronous` the model has gone on training since: its
-    statistics move by as much as those of the node. The mask `freezes` where it was chosen in this
-    outer iteration. Returns what z was before, in the memory of `scratch`, where the whole message
-    came and there is no outer step. Does not communicate.
+    If `asynchronous` the model has gone on training since it has left: its statistics move by as
+    much as those of the node. The mask `freezes` where it was chosen in this outer iteration.
+    Returns what z was before, in the memory of `scratch`, where the whole message came and there is
+    no outer step. Does not communicate.
     """
-    message, place = state.message, fragment.place
-    coded = message.codes is not None if coded is None else coded
+    message, place, in_flight = state.message, fragment.place, state.position.in_flight
+    # After a checkpoint there are no codes yet.
+    coded = in_flight == CODED if in_flight else message.codes is not None
     parameters, statistics = message.blocks(fragment) if coded else message.values(fragment)
     unpack_(parameters, fragment.plan, state.scratch)
     mean, last = state.scratch[place], state.z[place]
@@ -197,6 +196,8 @@ def take_over_(
     if stale and not fragment.number:
         state.mask.apply_(mean)
     if VELOCITY in state.memory:
+        # The last fragment left with the outer iteration before, where it was in flight.
+        k = state.position.iteration - bool(in_flight and fragment.last)
         nesterov_(settings, k, last, mean, state.memory[VELOCITY][place])
     if fragment.number:
         last.copy_(mean)
@@ -306,7 +307,7 @@ def send_fragment_(
     if settings.inner_momentum == "reset":
         forget_momentum_(state, place)
     if not asynchronous:
-        take_over_(state, settings, fragment, state.position.iteration)
+        take_over_(state, settings, fragment)
     state.theta[place].copy_((state.z_node if asynchronous else state.z)[place])
 
 
@@ -344,6 +345,46 @@ def merge_(state: State, settings: Settings, place: slice) -> None:
         theta.add_(z).sub_(z_node)
     else:
         theta.lerp_(z, 1 - alpha)
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether ranks hold the same bits: MPI promises them of no sum, and devices differ as well. Ranks
+# that step on the same gradients would part a little more with every step.
+# --------------------------------------------------------------------------------------------------
+
+
+def replicas_agree(link: CountedComm, state: State, flat: Tensor) -> bool:
+    """Return whether `flat` has the same bits on all ranks. Collective on `link.comm`."""
+    digest = bits_digest(flat)
+    with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
+        return digests_agree(link.comm, digest)
+
+
+def adopt_first_replica_(link: CountedComm, state: State, flat: Tensor, where: str) -> bool:
+    """Go on from the first rank's theta, u, optimizer and shared memory where `flat` differs.
+
+    Returns whether it did, which a line says. Collective on `link.comm`.
+    """
+    if link.comm.size == 1 or replicas_agree(link, state, flat):
+        return False
+    theta, before = state.theta, state.theta.clone()
+    alike = [entry.tensor for _, entry in state.memory.items() if entry.owner == ALL]
+    for tensor in (theta, state.u, *state.optimizer.tensors().values(), *alike):
+        # MPI has no buffers of bool.
+        link.broadcast_(tensor.view(-1).view(torch.uint8), kind="control")
+    gap = before.sub_(theta).abs_().max().view(1)
+    link.reduce_(gap, MPI.MAX, kind="control")
+    if link.comm.rank == 0:
+        largest = float(torch.linalg.vector_norm(theta, torch.inf))
+        log.warning(
+            "weights differed between ranks %s, by up to %.1e (largest weight %.1e), after outer "
+            "iteration %d: all go on from those of the first rank",
+            where,
+            float(gap),
+            largest,
+            state.position.iteration,
+        )
+    return True
 
 
 # --------------------------------------------------------------------------------------------------

@@ -47,10 +47,11 @@ from prunex_mpi.core.memory import (
 from prunex_mpi.core.state import (
     RunContext,
     State,
+    adopt_mask,
     begin_iteration,
     build_state,
     every_rank_sends,
-    put_mask_back,
+    freeze,
     put_position,
 )
 from prunex_mpi.models import batchnorm
@@ -89,10 +90,9 @@ def lasting(
     if not retired:
         table["u"] = Lasting(state.u, RANK, ZERO, PARAMETERS)
         table["v"] = Lasting(state.v, NODE, ZERO, PARAMETERS)
-    for name, moment in state.optimizer.moments.items():
-        table[f"{OPTIMIZER}{name}"] = Lasting(moment, RANK, MEAN, PARAMETERS)
-    for name, number in state.optimizer.numbers.items():
-        table[f"{OPTIMIZER}{name}"] = Lasting(number, RANK, MEAN)
+    for name, tensor in state.optimizer.tensors().items():
+        kind = PARAMETERS if name in state.optimizer.moments else ITSELF
+        table[f"{OPTIMIZER}{name}"] = Lasting(tensor, RANK, MEAN, kind)
     if state.message.residual is not None:
         table["residual"] = Lasting(state.message.residual, RANK, SUM, MESSAGE)
     if in_flight:
@@ -250,13 +250,23 @@ def put_elsewhere(topology: Topology, parts: Parts, context: RunContext) -> Numb
 
 
 def _put_mask(world: MPI.Comm, tensors: Tensors, numbers: Numbers, state: State) -> None:
-    """Adopt the mask of world rank 0, which holds it in `tensors`, and its stage. Collective."""
+    """Adopt the mask of world rank 0, which holds it in `tensors`, and its stage.
+
+    The caller sets the vectors afterwards. Collective on `world`.
+    """
     bits = np.packbits(state.mask.bits)
     if world.rank == 0:
         bits[:] = tensors[MASK].numpy()
     world.Bcast(bits, root=0)
     mask = np.unpackbits(bits, count=state.mask.bits.size).astype(bool)
-    put_mask_back(state, mask, *numbers["stage"])
+    frozen, retired = numbers["stage"]
+    state.frozen, state.consensus_sgd = False, retired
+    state.message.allocate_(state.layout.numel, state.stats.numel())
+    adopt_mask(state, mask, residual_follows=False)
+    # What is left over of messages lies with one leader then.
+    state.message.agreed = False
+    if frozen:
+        freeze(state, retired)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,32 +1,101 @@
-"""The choice of the mask: scores of groups, and agreement over the leaders by one message.
+"""Which groups a model has, and the choice of the mask: scores, and agreement over the leaders.
 
-Score `gates`: coupled groups are kept by how the loss depends on a factor on their channel.
-
-With W a weight of theta and G_t its gradient at local step t of the outer iteration (for methods
-that prune once: of the last epoch), the score of a group is sum_t (sum G_t W)^2, the inner sum over
-the weights that read the channel (`pruning/projection.py`): the Fisher information of a factor on
-the channel (Theis et al. 2018; Molchanov et al. 2019). Where layers share one budget, it is divided
-by the group's cost. All scores are in the unit of the squared loss, so a budget of the whole model
-can compare them between layers.
-
-The gradients are those of the local steps, at the cost of one more pass over the parameters. Each
-node scores by its own gradients; where its ranks do not average them at each step it takes the mean
-of the ranks' sums.
+The score `gates`, by which coupled groups are kept as the loss depends on a factor on their channel
+(`prunex_mpi/README.md`, "Scores"), is summed over the local steps, at the cost of one more pass
+over the parameters. Each node scores by its own gradients; where its ranks do not average them at
+each step it takes the mean of the ranks' sums.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpi4py import MPI
 
+from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.logs import log
 from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.core.memory import MEAN, RANK, Declared, Lasting
 from prunex_mpi.core.state import RunContext, State
-from prunex_mpi.pruning.groups import Selection
+from prunex_mpi.models.dummy_input import find_ends
+from prunex_mpi.models.inputs import Inputs
+from prunex_mpi.models.layout import Layout
+from prunex_mpi.pruning.channel_trace import Rules
+from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.groups import INSTEAD, Groups, Selection, find_groups, out_of_reach
 from prunex_mpi.pruning.masks import find_pruned
-from prunex_mpi.pruning.projection import gate_gradients, group_squared_norms, select
+from prunex_mpi.pruning.projection import gate_gradients, group_squared_norms, select, with_budget
+from prunex_mpi.pruning.removable import find_rules, training_failure
 from prunex_mpi.settings.fields import Settings
+
+# --------------------------------------------------------------------------------------------------
+# Groups
+# --------------------------------------------------------------------------------------------------
+
+
+def choose_rules(settings: Settings, model: nn.Module, inputs: Inputs) -> Rules:
+    """Try by which rules coupled groups can be taken out of `model`, on the CPU; if need be."""
+    removing = settings.method.removes
+    if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
+        return Rules()
+    rules = find_rules(model, inputs, Rules(layers=removing))
+    if settings.remove_dropped or removing:
+        reason = training_failure(model, find_coupling(model, inputs, rules), inputs)
+        what, instead = "remove-dropped", "leave remove-dropped away"
+        if removing:
+            what, instead = f"method {settings.method.name}", "choose another method"
+        if reason:
+            raise UserError(
+                f"{what}: a smaller network could not be trained, since the model reads channels "
+                f"in training alone ({reason}); {instead}"
+            )
+    return rules
+
+
+def make_groups(
+    settings: Settings, model: nn.Module, layout: Layout, inputs: Inputs, rules: Rules | None = None
+) -> Groups:
+    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
+
+    `rules` are those of `choose_rules`, which are chosen here without.
+    """
+    removes = settings.method.removes
+    kinds = ("coupled",) if removes else settings.method.own_groups or settings.groups
+    if not (removes or settings.method.keeps_by_layer):
+        return Groups((), (), 0, ())
+    if rules is None:
+        rules = choose_rules(settings, model, inputs)
+    coupling = find_coupling(model, inputs, rules) if "coupled" in kinds else None
+    if removes:
+        return find_groups(model, layout, kinds, (1.0,), coupling=coupling)
+    found = find_groups(
+        model,
+        layout,
+        kinds,
+        settings.keep_ratio,
+        coupling=coupling,
+        ends=None if kinds == ("coupled",) else find_ends(model, inputs),
+        instead="choose another --method" if settings.method.own_groups else INSTEAD,
+    )
+    if settings.keep_by != "groups":
+        found = with_budget(found, layout, settings.keep_by, settings.keep_floor)
+    return replace(found, by_gate=settings.score == "gates")
+
+
+def log_unpruned(settings: Settings, groups: Groups, numel: int) -> None:
+    """Log which channels of a model of `numel` parameters are not pruned, and why."""
+    for excluded in groups.excluded:
+        log.info("not pruned: %s", excluded)
+    line = out_of_reach(groups, numel)
+    if line and settings.method.prunes_groups:
+        log.warning("%s", line)
+
+
+# --------------------------------------------------------------------------------------------------
+# The choice
+# --------------------------------------------------------------------------------------------------
 
 
 def project_locally(flat: Tensor, state: State, strict: float) -> np.ndarray:

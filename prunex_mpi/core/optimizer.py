@@ -73,7 +73,14 @@ class OptimizerMemory:
                 if not isinstance(tensor, Tensor):
                     continue
                 if tensor.shape == parameter.shape:
-                    self._adopt_moment_(number, parameter, name, tensor)
+                    if name not in self.moments:
+                        # A moment may have another precision than its parameter.
+                        self.moments[name] = tensor.new_zeros(self.layout.numel)
+                    segment = self.layout.segments[number]
+                    view = self.moments[name][segment.place].view(segment.shape)
+                    if tensor.data_ptr() != view.data_ptr():
+                        view.copy_(tensor)
+                        state[parameter][name] = view
                 elif tensor.dim() == 0:
                     if name not in self.numbers:
                         self.numbers[name] = tensor.new_zeros(len(self.parameters))
@@ -99,18 +106,6 @@ class OptimizerMemory:
                 part = found[name][place if name in self.moments else number]
                 part.copy_(entry[name].view(part.shape))
         return found
-
-    def _adopt_moment_(
-        self, number: int, parameter: nn.Parameter, name: str, tensor: Tensor
-    ) -> None:
-        if name not in self.moments:
-            # A moment may have another precision than its parameter.
-            self.moments[name] = tensor.new_zeros(self.layout.numel)
-        segment = self.layout.segments[number]
-        view = self.moments[name][segment.place].view(segment.shape)
-        if tensor.data_ptr() != view.data_ptr():
-            view.copy_(tensor)
-            self.optimizer.state[parameter][name] = view
 
     def set_rate_(self, rate: float) -> None:
         """Set the learning rate of all parameters."""

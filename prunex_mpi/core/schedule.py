@@ -129,18 +129,15 @@ def steps_taken(context: RunContext) -> int:
 
 
 def local_steps(context: RunContext) -> int:
-    """Return the number of local steps of the outer iteration under way."""
-    settings, position = context.settings, context.state.position
-    if settings.method.quadratic_interval and context.problem.rate is not None:
-        return _interval_by_rate(context)
-    if settings.method.quadratic_interval:
-        return quadratic_steps(settings, context.problem.steps, position.steps_done)
-    return context.problem.steps
+    """Return the number of local steps of the outer iteration under way.
 
-
-def _interval_by_rate(context: RunContext) -> int:
-    """Return the same by the optimizer's rate, whose schedule is not known, as the steps began."""
+    Of qsr by the rate as they began, where its schedule is not known.
+    """
     settings, position, least = context.settings, context.state.position, context.problem.steps
+    if not settings.method.quadratic_interval:
+        return least
+    if context.problem.rate is None:
+        return quadratic_steps(settings, least, position.steps_done)
     if position.step == 0:
         left = total_steps(settings, least) - position.steps_done
         rate, alpha = context.problem.rate(), settings.options.alpha

@@ -238,10 +238,13 @@ def comms_of(
     return make_comms(topology, flat, transport, state.position.traffic, state.position.clock)
 
 
-def agreeing(state: State, name: str, nbytes: int) -> AbstractContextManager[None]:
+def agreeing(
+    state: State, name: str, nbytes: int, kind: str = "control"
+) -> AbstractContextManager[None]:
     """Count the block as a message of `nbytes` by which ranks agree, and as waiting for it."""
-    state.position.traffic.control += nbytes
-    return state.position.clock.agreeing(state.theta.device, name, {"control": nbytes})
+    traffic, clock = state.position.traffic, state.position.clock
+    setattr(traffic, kind, getattr(traffic, kind) + nbytes)
+    return clock.exchanging(state.theta.device, name, {kind: nbytes}, part="agreed")
 
 
 def build_state(
@@ -366,17 +369,6 @@ def starts_from_z(state: State, settings: Settings) -> bool:
     return state.consensus_sgd or settings.theta_start == "z"
 
 
-def put_mask_back(state: State, mask: np.ndarray, frozen: bool, consensus_sgd: bool) -> None:
-    """Adopt `mask` and the stage of an earlier moment; the caller sets the vectors afterwards."""
-    state.frozen, state.consensus_sgd = False, consensus_sgd
-    state.message.allocate_(state.layout.numel, state.stats.numel())
-    adopt_mask(state, mask, residual_follows=False)
-    # What is left over of messages lies with one leader then.
-    state.message.agreed = False
-    if frozen:
-        freeze(state, consensus_sgd)
-
-
 @contextmanager
 def weights(state: State, values: Tensor) -> Iterator[None]:
     """Run the model with `values` as its parameters; theta is restored afterwards."""
@@ -389,14 +381,19 @@ def weights(state: State, values: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def in_place_of_z(state: State, values: Tensor, statistics: Tensor) -> Iterator[None]:
-    """Have `values` as z, and `statistics` as BatchNorm means and variances, for the block."""
-    last, kept = state.z, torch.empty_like(state.stats)
+def in_place_of_z(
+    state: State, values: Tensor, statistics: Tensor, bits: np.ndarray | None = None
+) -> Iterator[None]:
+    """Have `values` as z, and `statistics` as BatchNorm means and variances, for the block.
+
+    And the mask of `bits`, bool [groups], unless it is that of the last z.
+    """
+    last, mask, kept = state.z, state.mask, torch.empty_like(state.stats)
     batchnorm.read_plain_(state.bn_modules, kept)
-    state.z = values
+    state.z, state.mask = values, mask if bits is None else replace(mask, bits=bits)
     batchnorm.write_plain(state.bn_modules, statistics)
     try:
         yield
     finally:
-        state.z = last
+        state.z, state.mask = last, mask
         batchnorm.write_plain(state.bn_modules, kept)

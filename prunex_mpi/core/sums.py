@@ -122,58 +122,51 @@ def sum_coded_(
     """
     device = values.device
     previous: list[MPI.Request] = []
-    done = 0
+    last = slice(0, 0)
     leads, racks = between != MPI.COMM_NULL, transport.racks
     transport = collectives.without_racks(transport)
     if racks is not None:
         between = racks.between
-    for first, end in collectives.runs(coded.blocks, coded.bucket_blocks, coded.together):
+    for run in collectives.runs(coded.blocks, coded.bucket_blocks, coded.together):
         if leads and racks is not None:
             with clock.exchanging(device, "Reduce in the rack"):
-                collectives.reduce_(racks.inside, _run(values, first, end), transport)
+                collectives.reduce_(racks.inside, _values_of(values, run), transport)
             if between == MPI.COMM_NULL:
                 # The first of the rack has what rounding leaves over.
-                _run(values, first, end).zero_()
+                _values_of(values, run).zero_()
         if between != MPI.COMM_NULL:
-            if coded.payload == SUMMED:
-                _sum_integers_(between, coded, values, (first, end), transport, clock)
-            else:
-                _sum_records_(between, coded, values, (first, end), transport, clock)
+            add_up_ = _sum_integers_ if coded.payload == SUMMED else _sum_records_
+            add_up_(between, coded, values, run, transport, clock)
         if leads and racks is not None:
             with clock.exchanging(device, "Bcast in the rack"):
-                MPI.Request.Waitall(_broadcast_(racks.inside, coded, first, end, transport))
+                MPI.Request.Waitall(_broadcast_(racks.inside, coded, run, transport))
         with clock.broadcasting(device):
-            requests = _broadcast_(node, coded, first, end, transport)
+            requests = _broadcast_(node, coded, run, transport)
             MPI.Request.Waitall(previous)
-        _decode_(coded, done, first, out)
-        previous, done = requests, first
+        _decode_(coded, last, out)
+        previous, last = requests, run
     with clock.broadcasting(device):
         MPI.Request.Waitall(previous)
-    _decode_(coded, done, coded.blocks, out)
+    _decode_(coded, last, out)
 
 
-def _run(flat: Tensor, start: int, stop: int) -> Tensor:
-    return flat[start * BLOCK : stop * BLOCK]
+def _values_of(flat: Tensor, run: slice) -> Tensor:
+    return flat[run.start * BLOCK : run.stop * BLOCK]
 
 
 def _sum_records_(
-    between: MPI.Comm,
-    coded: Coded,
-    values: Tensor,
-    run: tuple[int, int],
-    transport: Transport,
-    clock: Clock,
+    between: MPI.Comm, coded: Coded, values: Tensor, run: slice, transport: Transport, clock: Clock
 ) -> None:
     """Add up a run of blocks over the leaders, into `records`: whole buckets, or a part of one."""
-    start, stop = run
     payload, workers, mine = coded.payload, between.size, between.rank
-    buckets = max(1, (stop - start) // coded.bucket_blocks)
-    cuts = collectives.share_ends((stop - start) // buckets, workers)
+    blocks = run.stop - run.start
+    buckets = max(1, blocks // coded.bucket_blocks)
+    cuts = collectives.share_ends(blocks // buckets, workers)
     own, after = cuts[mine], cuts[mine + 1]
     # Of several buckets the same share of each.
     lead, size = ((buckets,) if buckets > 1 else ()), coded.records.shape[1]
-    records = coded.records[start:stop].view(*lead, cuts[-1], size)
-    offered = _run(values, start, stop).view(*lead, cuts[-1], BLOCK)
+    records = coded.records[run].view(*lead, cuts[-1], size)
+    offered = _values_of(values, run).view(*lead, cuts[-1], BLOCK)
     # An owner's own part of its share needs no code.
     for a, b in ((0, own), (after, cuts[-1])):
         quantise.encode_(offered[..., a:b, :], records[..., a:b, :], payload)
@@ -191,17 +184,11 @@ def _sum_records_(
 
 
 def _sum_integers_(
-    between: MPI.Comm,
-    coded: Coded,
-    values: Tensor,
-    run: tuple[int, int],
-    transport: Transport,
-    clock: Clock,
+    between: MPI.Comm, coded: Coded, values: Tensor, run: slice, transport: Transport, clock: Clock
 ) -> None:
     """Add up a run of blocks over the leaders, into `records` and `maxima`."""
-    start, stop = run
-    part, maxima = _run(values, start, stop), coded.maxima[start:stop]
-    integers = coded.records[start:stop].view(-1)
+    part, maxima = _values_of(values, run), coded.maxima[run]
+    integers = coded.records[run].view(-1)
     quantise.block_maxima_(part, maxima)
     with clock.exchanging(values.device, "Allreduce"):
         collectives.allreduce_(between, maxima, transport, MPI.MAX)
@@ -211,12 +198,12 @@ def _sum_integers_(
 
 
 def _broadcast_(
-    node: MPI.Comm, coded: Coded, start: int, stop: int, transport: Transport
+    node: MPI.Comm, coded: Coded, run: slice, transport: Transport
 ) -> list[MPI.Request]:
-    """Start to hand blocks `start` to `stop` to the ranks of the node. Collective on `node`."""
-    if node.size == 1 or start == stop:
+    """Start to hand a run of blocks to the ranks of the node. Collective on `node`."""
+    if node.size == 1:
         return []
-    pieces = [coded.records[start:stop].view(-1), coded.maxima[start:stop]]
+    pieces = [coded.records[run].view(-1), coded.maxima[run]]
     pieces = [piece for piece in pieces if piece.numel()]
     if coded.records.device.type == "cuda":
         for piece in pieces:
@@ -225,13 +212,13 @@ def _broadcast_(
     return [node.Ibcast(collectives.mpi_buffer(piece), root=0) for piece in pieces]
 
 
-def _decode_(coded: Coded, start: int, stop: int, out: Tensor) -> None:
-    part = _run(out, start, stop)
+def _decode_(coded: Coded, run: slice, out: Tensor) -> None:
+    part = _values_of(out, run)
     if coded.payload == SUMMED:
-        integers = coded.records[start:stop].view(-1)
-        quantise.decode_shared_(integers, coded.maxima[start:stop], coded.levels, part)
+        integers = coded.records[run].view(-1)
+        quantise.decode_shared_(integers, coded.maxima[run], coded.levels, part)
     else:
-        quantise.decode_(coded.records[start:stop], part, coded.payload)
+        quantise.decode_(coded.records[run], part, coded.payload)
 
 
 def goes_to_all(workers: int, up: int, down: int) -> bool:

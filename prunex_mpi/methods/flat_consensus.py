@@ -61,7 +61,7 @@ def sum_candidates_(comms: CountedComms, state: State, settings: Settings) -> Te
     state.z_node, state.scratch = candidate, state.z_node
     whole = state.message.fragment()
     exchange_(comms, state, settings.payload, whole)
-    last_z = take_over_(state, settings, whole, state.position.iteration)
+    last_z = take_over_(state, settings, whole)
     if not state.consensus_sgd and settings.weight_decay_in == "z":
         decay = admm.decay_of_layers(settings, state.layout)
         scale_(state.z, state.layout, state.rho1 / (decay + state.rho1))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import FAILURE, UserError
-from prunex_mpi.core.steps import ask_to_stop_
+from prunex_mpi.core.loop import ask_to_stop_
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.settings.fields import Settings

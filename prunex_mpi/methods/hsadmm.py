@@ -44,9 +44,7 @@ from prunex_mpi.core import (
     exchange,
     loop,
     mask_choice,
-    replica_check,
     schedule,
-    steps,
 )
 from prunex_mpi.core.lasting import remove_dropped_
 from prunex_mpi.core.state import RunContext, State, adopt_mask, comms_of, freeze
@@ -57,10 +55,10 @@ from prunex_mpi.pruning import masks
 from prunex_mpi.settings.fields import Settings
 
 
-def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
+def outer_iterations(topology: Topology, context: RunContext) -> loop.Rounds:
     """Train from `position` on; yield each outer iteration's metrics (metrics.jsonl).
 
-    Between them it yields wherever it needs the gradient of the next local step (`steps.Rounds`).
+    Between them it yields wherever it needs the gradient of the next local step (`loop.Rounds`).
     Collective on `topology.world`: every rank must exhaust the generator, which ends early, between
     two local steps, where the ranks agree to stop. Of `seconds`, `intra` counts waiting for the
     node's gradients as well. Between two records the state is all there is to know. Raises Diverged
@@ -72,7 +70,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
     node = comms.node
     own = exchange_of(method)(comms, context) if method.own_exchange else None
     each_step = method.nodes and settings.node_sync == "step"
-    with steps.averaging(node if each_step else None, context) as averager:
+    with loop.averaging(node if each_step else None, context) as averager:
         for this in loop.rounds(context):
             measured = loop.measures_residuals(context, this)
             stage = schedule.find_stage(this.k, settings, state.frozen, position, measured)
@@ -107,11 +105,14 @@ def outer_iterations(topology: Topology, context: RunContext) -> steps.Rounds:
                     else:
                         moved = inter_node_consensus(comms, context, stage, asynchronous)
             with loop.phase(context, this, "dual"):
-                norms = None if state.consensus_sgd else update_duals(state, moved_node, moved)
+                norms = None
+                if not state.consensus_sgd:
+                    norms = admm.update_duals(state, moved_node, moved)
                 this.residuals.update(admm.own_residuals(norms, state))
                 residuals, loss = admm.find_residuals(topology.world, state, settings, norms, loss)
 
-            settles = admm.converges(residuals) and schedule.may_stop(stage, settings, state.frozen)
+            settles = residuals is not None and residuals.converged
+            settles = settles and schedule.may_stop(stage, settings, state.frozen)
             # A union may hold more groups than allowed: vote once more before stopping.
             position.vote_next, converged = settles and stage.union, settles and not stage.union
             yield end_iteration(topology, context, this, stage, loss, residuals, converged)
@@ -134,48 +135,48 @@ def local_computation(
     exchange is under way the node goes on from its own z_i, and z arrives after some of the steps.
     With `comms` all parts of the message but the last are sent between the steps, see
     `core/exchange.py` (then collective on their communicators). Yields the averager where it needs
-    the next gradient (`core/steps.py`). Returns None where the ranks agree
+    the next gradient (`core/loop.py`). Returns None where the ranks agree
     to stop, before the step at which `position` then is.
     """
     state, settings, position = context.state, context.settings, context.state.position
     started = time.perf_counter()
-    steps.begin_losses_(state)
+    loop.begin_losses_(state)
     if position.step == 0:
-        if steps.stops_here(context, started):
+        if loop.stops_here(context, started):
             return None
         remove_dropped_(context, averager)
         # A part of z is taken over as soon as it has been sent.
         if not position.part:
-            steps.start_(context)
+            loop.start_(context)
     in_theta = settings.weight_decay_in == "theta" or state.consensus_sgd
     state.optimizer.set_decay_(settings.weight_decay if in_theta else 0.0)
     anchor = None if state.consensus_sgd else admm.find_anchor(state)
     context.problem.model.train()
     count = schedule.local_steps(context)
     while position.step < count:
-        if position.step and steps.stops_here(context, started):
+        if position.step and loop.stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
         if position.in_flight and position.step >= exchange.completion_step(context):
             complete_z(context)
             anchor = None if state.consensus_sgd else admm.find_anchor(state)
-        steps.begin_step_(state)
+        loop.begin_step_(state)
         loss = yield averager
-        steps.finish_average_(context, averager)
+        loop.finish_average_(context, averager)
         state.scaler.unscale_(state.optimizer.optimizer)
         mask_choice.watch_(context)
         if state.frozen and settings.clip_grad:
             state.mask.apply_(state.grad)
-        steps.clip_(context)
+        loop.clip_(context)
         if anchor is not None:
             admm.add_pull_(state, anchor)
         if state.frozen:
             state.mask.apply_(state.grad)
-        steps.step_optimizer_(context)
+        loop.step_optimizer_(context)
         if state.frozen and settings.optimizer == "muon":
             # Of grouped convolutions a matrix that is made orthogonal is zero elsewhere.
             state.mask.apply_(state.theta)
-        steps.add_loss_(context, loss)
+        loop.add_loss_(context, loss)
         position.step += 1
         if comms is not None and (number := exchange.fragment_after_step(context)):
             if position.in_flight:
@@ -207,8 +208,7 @@ def intra_node_consensus(node: CountedComm, state: State, settings: Settings) ->
     decay = admm.decay_of_layers(settings, state.layout) * (settings.weight_decay_in == "z")
     if settings.node_sync == "step" or ranks == 1:
         z_tilde = admm.weigh_candidate(state, decay, 1)
-        if ranks > 1 and not replica_check.replicas_agree(node, state, z_tilde):
-            replica_check.adopt_first_replica_(node, state, "of a node")
+        if exchange.adopt_first_replica_(node, state, z_tilde, "of a node"):
             admm.weigh_candidate(state, decay, 1)
         return z_tilde
     total = admm.sum_candidate(state)
@@ -284,8 +284,7 @@ def inter_node_consensus(
     )
     if asynchronous:
         return None
-    k = state.position.iteration
-    last_z = exchange.take_over_(state, settings, whole, k, freezes=stage.freeze)
+    last_z = exchange.take_over_(state, settings, whole, freezes=stage.freeze)
     return squared_distances(state.z, last_z, state.layout) if stage.measured else None
 
 
@@ -306,23 +305,8 @@ def complete_z(context: RunContext) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Phase 5: duals, residuals, penalties
+# The end of an outer iteration
 # --------------------------------------------------------------------------------------------------
-
-
-def update_duals(
-    state: State, moved_node: np.ndarray | None, moved: np.ndarray | None
-) -> admm.NormSums | None:
-    """u += theta - z_i (Eq. 12), v += z_i - z (Eq. 13); return this rank's squared norms.
-
-    None where phases 3 and 4 have not measured how z_i and z `moved`. While z is under way v waits
-    for it. Does not communicate.
-    """
-    norms = admm.step_duals_(state, moved is not None)
-    if norms is None:
-        return None
-    gap_theta, theta, z_node, u, gap_node, z, v = norms
-    return admm.NormSums(gap_theta, moved_node, theta, z_node, u, gap_node, moved, z, v)
 
 
 def end_iteration(

@@ -25,14 +25,12 @@ from prunex_mpi.comm.agreement import alike_bytes, mean_over_ranks
 from prunex_mpi.comm.counted import CountedComms, reduce_between_nodes_
 from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core import steps
+from prunex_mpi.core import loop
 from prunex_mpi.core.admm import mean_loss
 from prunex_mpi.core.evaluation import check_divergence
-from prunex_mpi.core.exchange import average_statistics
-from prunex_mpi.core.loop import finish_round, is_due, phase, rounds, split_local
-from prunex_mpi.core.replica_check import check_replicas_
+from prunex_mpi.core.exchange import adopt_first_replica_, average_statistics
+from prunex_mpi.core.loop import Rounds, finish_round, is_due, phase, rounds, split_local
 from prunex_mpi.core.state import RunContext, agreeing, comms_of
-from prunex_mpi.core.steps import Rounds
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.methods.exchanges import exchange_of
 from prunex_mpi.models.layout import norm, squared_distances
@@ -49,7 +47,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
     own = exchange_of(settings.method)
     exchange = own(comms, context)
     early = comms.workers if own.plain_mean else None
-    with steps.averaging(early if comms.flat else comms.node, context) as averager:
+    with loop.averaging(early if comms.flat else comms.node, context) as averager:
         for this in rounds(context):
             with phase(context, this, "local"):
                 loss = yield from train_steps(exchange, averager)
@@ -61,7 +59,7 @@ def outer_iterations(topology: Topology, context: RunContext) -> Rounds:
             with phase(context, this, "inter"):
                 average_statistics(comms, state)
                 if is_due(context, this) and not own.drifts:
-                    check_replicas_(comms.everyone, state)
+                    adopt_first_replica_(comms.everyone, state, state.theta, "of the run")
                 loss = mean_loss(topology.world, state, loss)
             distance = None
             if own.drifts:
@@ -93,31 +91,31 @@ def train_steps(
 ) -> Generator[GradientAverager | None, Tensor, float | None]:
     """Take T steps of SGD on the mean gradient of all ranks; return this rank's mean loss.
 
-    Yields where it needs the next gradient (`core/steps.py`). Returns None where the ranks agree to
+    Yields where it needs the next gradient (`core/loop.py`). Returns None where the ranks agree to
     stop: `position` then says which step comes next.
     Collective on `world`.
     """
     context, state, position = exchange.context, exchange.state, exchange.state.position
     # Lion's is decoupled: its momentum is on the workers, and the optimizer has none.
     state.optimizer.set_decay_(0.0 if exchange.own_decay else context.settings.weight_decay)
-    steps.begin_losses_(state)
+    loop.begin_losses_(state)
     started = time.perf_counter()
     exchange.prune_(done=position.iteration - 1)
     context.problem.model.train()
     while position.step < context.problem.steps:
-        if steps.stops_here(context, started):
+        if loop.stops_here(context, started):
             return None
         context.heartbeat.beat(position.step)
-        steps.begin_step_(state)
+        loop.begin_step_(state)
         loss = yield averager
-        steps.finish_average_(context, averager)
+        loop.finish_average_(context, averager)
         exchange.add_penalty_(loss)
         with position.clock.computing(state.theta.device):
             average_gradient_(exchange)
         state.scaler.unscale_(state.optimizer.optimizer)
-        steps.clip_(context)
-        steps.step_optimizer_(context)
-        steps.add_loss_(context, loss)
+        loop.clip_(context)
+        loop.step_optimizer_(context)
+        loop.add_loss_(context, loss)
         position.step += 1
     return float(state.losses[0] / state.losses[1])
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunex_mpi.models.dummy_input import evaluating
+from prunex_mpi.models.dummy_input import evaluating, keeping_modes
 
 
 def find(model: nn.Module) -> list[_BatchNorm]:
@@ -121,12 +121,9 @@ def write_plain(modules: list[_BatchNorm], flat: Tensor) -> None:
 
 def _moving(model: nn.Module, modules: list[_BatchNorm]) -> list[_BatchNorm]:
     """Return those of `modules` that `model.train()` trains; a user may have frozen others."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.train()
-    moving = [m for m in modules if m.training]
-    for m, training in modes:
-        m.training = training
-    return moving
+    with keeping_modes(model):
+        model.train()
+        return [m for m in modules if m.training]
 
 
 def estimate(model: nn.Module, modules: list[_BatchNorm], batches: Iterable[Tensor]) -> None:

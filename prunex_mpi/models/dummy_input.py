@@ -18,17 +18,23 @@ from prunex_mpi.models.slim import CONVOLUTIONS
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Put `model` into evaluation mode, without gradients; restore the mode of every module."""
+def keeping_modes(model: nn.Module) -> Iterator[None]:
+    """Have every module in training or evaluation mode again, as before, when the block ends."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        # Its value is not used here or elsewhere: train() of a user's module may return nothing.
-        model.eval()
-        with torch.no_grad():
-            yield model
+        yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """Put `model` into evaluation mode, without gradients; restore the mode of every module."""
+    with keeping_modes(model), torch.no_grad():
+        # Its value is not used here or elsewhere: train() of a user's module may return nothing.
+        model.eval()
+        yield model
 
 
 @contextmanager

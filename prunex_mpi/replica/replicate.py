@@ -25,13 +25,13 @@ from prunex_mpi.comm.collectives import BUCKET_MIB, broadcast_weights_, build_tr
 from prunex_mpi.comm.topology import Topology, nodes_of, set_threads
 from prunex_mpi.config.resolve import BY_NAME, FIELDS, make, to_toml
 from prunex_mpi.core.evaluation import statistics_of_z
-from prunex_mpi.core.grouping import choose_rules, log_unpruned, make_groups
+from prunex_mpi.core.mask_choice import choose_rules, log_unpruned, make_groups
 from prunex_mpi.core.optimizer import OptimizerMemory
-from prunex_mpi.core.schedule import steps_taken
+from prunex_mpi.core.schedule import steps_taken, total_steps
 from prunex_mpi.core.state import Problem, RunContext, State, build_state, weights
 from prunex_mpi.methods.exchanges import exchange_of, memory_of
 from prunex_mpi.methods.stepper import Stepper
-from prunex_mpi.models.dummy_input import Called, as_read
+from prunex_mpi.models.dummy_input import Called, as_read, keeping_modes
 from prunex_mpi.models.layout import build_layout, trained_parameters
 from prunex_mpi.models.standalone import fill_, resize_
 from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
@@ -203,7 +203,7 @@ class Replica:
         if not self._open:
             raise UserError("step() after close(); leave the loop before the replica is closed")
         if self.done:
-            total = self._context.settings.outer_iterations * self._context.problem.steps
+            total = total_steps(self._context.settings, self._context.problem.steps)
             raise UserError(
                 f"the run has had its {total} steps (outer_iterations times local_steps); leave "
                 "the loop where replica.done, or give more outer_iterations"
@@ -238,20 +238,17 @@ class Replica:
 
     def _resume(self, loss: Tensor | None) -> None:
         """Go on to where the next gradient is needed, and keep the records on the way."""
-        model = self._context.problem.model
-        # Drivers put all of it into training mode, where the caller may have parts that are not.
-        modes = [(module, module.training) for module in model.modules()]
         self._in_step = True
-        record = self._stepper.resume(loss)
-        while record is not None:
-            kept = {k: v for k, v in record.items() if not k.startswith(OF_EVALUATIONS)}
-            self.records.append(kept)
-            record = self._stepper.resume(None)
+        # Drivers put all of it into training mode, where the caller may have parts that are not.
+        with keeping_modes(self._context.problem.model):
+            record = self._stepper.resume(loss)
+            while record is not None:
+                kept = {k: v for k, v in record.items() if not k.startswith(OF_EVALUATIONS)}
+                self.records.append(kept)
+                record = self._stepper.resume(None)
         self._in_step = self._announced = False
         self._untouched = self._context.state.grad._version
         self.done = self._stepper.ended
-        for module, training in modes:
-            module.training = training
 
     def _collect_gradients(self) -> None:
         """Bring gradients that autograd has put elsewhere into the flat one.
@@ -301,19 +298,20 @@ class Replica:
         To look at right after an exchange (`exchanged`), or at the end. With `bn="recalibrate"`
         collective on `comm`.
         """
-        self._require_exchange()
         context, state = self._context, self._context.state
+        if not self.exchanged:
+            total = total_steps(context.settings, context.problem.steps)
+            raise UserError(
+                f"this rank asks for the delivered network after step {steps_taken(context)} of "
+                f"{total}, between two exchanges, where every node has weights of its own; ask "
+                "where replica.exchanged, or leave the loop where replica.done"
+            )
         estimates = not self.done and context.settings.method.by_iteration
         estimates = estimates and context.settings.bn == "recalibrate"
-        modes = [(module, module.training) for module in self.model.modules()]
-        with statistics_of_z(self._topology, context) if estimates else nullcontext():
+        estimated = statistics_of_z(self._topology, context) if estimates else nullcontext()
+        with estimated, keeping_modes(self.model), weights(state, state.z):
             self.model.eval()
-            try:
-                with weights(state, state.z):
-                    yield self.model
-            finally:
-                for module, training in modes:
-                    module.training = training
+            yield self.model
 
     def smaller(self) -> nn.Module:
         """Return a copy of the model on the CPU without what was pruned, in evaluation mode.
@@ -342,16 +340,6 @@ class Replica:
             resize_(small, sizes)
             fill_(small, tensors)
         return small.model if isinstance(small, Called) else small
-
-    def _require_exchange(self) -> None:
-        if not self.exchanged:
-            total = self._context.settings.outer_iterations * self._context.problem.steps
-            step = steps_taken(self._context)
-            raise UserError(
-                f"this rank asks for the delivered network after step {step} of {total}, between "
-                "two exchanges, where every node has weights of its own; ask where "
-                "replica.exchanged, or leave the loop where replica.done"
-            )
 
     # ----------------------------------------------------------------------------------------------
     # Resume, and the end

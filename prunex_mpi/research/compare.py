@@ -46,7 +46,7 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.config.cli import read_saved, resumed_by_tokenizer, shown
 from prunex_mpi.config.resolve import FIELDS, first_difference, flat_values
-from prunex_mpi.core.grouping import make_groups
+from prunex_mpi.core.mask_choice import make_groups
 from prunex_mpi.core.schedule import steps_with, total_steps
 from prunex_mpi.data.request import Request
 from prunex_mpi.data.text import TextSet

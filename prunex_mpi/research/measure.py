@@ -43,11 +43,10 @@ from prunex_mpi.compress.quantise import (
     record_bytes,
 )
 from prunex_mpi.config.resolve import make, with_overrides
-from prunex_mpi.core.admm import find_residuals
-from prunex_mpi.core.grouping import make_groups
-from prunex_mpi.core.mask_choice import project_locally
+from prunex_mpi.core.admm import find_residuals, update_duals
+from prunex_mpi.core.loop import averaging
+from prunex_mpi.core.mask_choice import make_groups, project_locally
 from prunex_mpi.core.state import State, adopt_mask, build_state, comms_of, next_iteration
-from prunex_mpi.core.steps import averaging
 from prunex_mpi.data.request import Request
 from prunex_mpi.diagnosis.facts import gpu_identity
 from prunex_mpi.methods import hsadmm, per_step
@@ -180,7 +179,7 @@ def _steps(bench: Bench, state: State) -> Table:
 
     def duals() -> object:
         moved = np.zeros(len(state.layout.segments))
-        norms = hsadmm.update_duals(state, moved, moved)
+        norms = update_duals(state, moved, moved)
         return find_residuals(bench.topology.world, state, settings, norms, 0.0)
 
     def copy(sources: Sequence[Tensor]) -> None:
@@ -194,7 +193,7 @@ def _steps(bench: Bench, state: State) -> Table:
         ("projection", *model, Action(lambda: project_alone(state), candidate)),
         ("pack", "the payload", (payload,), Action(fill_payload)),
         ("unpack", *model, Action(unpack, fill_payload)),
-        ("dual update", *both, Action(lambda: hsadmm.update_duals(state, None, None))),
+        ("dual update", *both, Action(lambda: update_duals(state, None, None))),
         ("dual update + norms", *both, Action(duals)),
     ]
     actions = {}

@@ -7,7 +7,7 @@ from prunex_mpi.base.units import MIB, ring_bytes
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.cli import shown
 from prunex_mpi.config.resolve import flat_values, make, toml_key
-from prunex_mpi.core.grouping import make_groups
+from prunex_mpi.core.mask_choice import make_groups
 from prunex_mpi.core.message import message_bytes
 from prunex_mpi.core.schedule import quadratic_rounds, schedule_progress
 from prunex_mpi.core.state import find_stats_groups, kept_stats

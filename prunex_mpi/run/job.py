@@ -27,7 +27,6 @@ from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import (
     Evaluation,
-    best_of,
     delivered,
     density,
     evaluate_on,
@@ -252,7 +251,7 @@ def evaluate_best(topology: Topology, context: RunContext) -> dict[str, Any]:
     outcome = context.problem.task.outcome(found.loss, found.accuracy)
     results: dict[str, Any] = {"validation": {"iteration": found.iteration, **outcome}}
     if context.problem.kept_back is not None:
-        with best_of(context):
+        with delivered(context):
             tested = evaluate_on(topology, context, context.problem.kept_back)
         results |= {f"test_{name}": value for name, value in tested.items()}
     return results

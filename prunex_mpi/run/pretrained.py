@@ -25,7 +25,8 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.comm.collectives import Transport, broadcast_weights_
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.core.evaluation import evaluate, quality
+from prunex_mpi.core.evaluation import evaluate
+from prunex_mpi.core.loop import quality
 from prunex_mpi.core.state import Problem, RunContext, begin_iteration
 from prunex_mpi.core.task import Teacher
 from prunex_mpi.data.datasets import Dataset

@@ -31,8 +31,8 @@ from prunex_mpi.comm.collectives import BUCKET_MIB, Transport, build_transport
 from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of, set_threads
 from prunex_mpi.config.checks import advice
 from prunex_mpi.config.resolve import to_toml
-from prunex_mpi.core.evaluation import memory_of_best, memory_of_ema, prunable_and_kept
-from prunex_mpi.core.grouping import choose_rules, log_unpruned, make_groups
+from prunex_mpi.core.evaluation import memory_of_evaluation, prunable_and_kept
+from prunex_mpi.core.mask_choice import choose_rules, log_unpruned, make_groups
 from prunex_mpi.core.optimizer import describe_muon
 from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.state import RunContext, build_state
@@ -331,7 +331,7 @@ def assemble(
     heartbeat.beat(1)
     state = build_state(model, layout, groups, settings)
     state.alone = world.size == 1
-    for memory in (memory_of, memory_of_best, memory_of_ema):
+    for memory in (memory_of, memory_of_evaluation):
         state.memory.declare(memory(settings, state))
     heartbeat.beat(2)
     return RunContext(state, problem, settings, transport, heartbeat)

@@ -34,9 +34,9 @@ from prunex_mpi.comm.gradients import GradientAverager
 from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.core.evaluation import check_errors, check_finite
+from prunex_mpi.core.loop import ask_to_stop_
 from prunex_mpi.core.schedule import local_steps, rate_now, rounds_left, steps_taken, total_steps
 from prunex_mpi.core.state import RunContext, agreeing
-from prunex_mpi.core.steps import ask_to_stop_
 from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.core.task import distilled
 from prunex_mpi.methods.stepper import Stepper

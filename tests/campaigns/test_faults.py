@@ -123,7 +123,7 @@ PLACES = (
     Place("prunex_mpi.methods.hsadmm:inter_node_consensus", per_iteration=1),
     # In the helper thread, where there is one.
     Place("prunex_mpi.core.message:Message.sum_", per_iteration=1),
-    Place("prunex_mpi.methods.hsadmm:update_duals", per_iteration=1),
+    Place("prunex_mpi.core.admm:update_duals", per_iteration=1),
     Place("prunex_mpi.core.exchange:take_over_", per_iteration=1),
     Place("prunex_mpi.core.loop:evaluate", per_iteration=1),
     Place("prunex_mpi.run.directory:RunDirectory.append", per_iteration=2, only_rank_0=True),

@@ -21,7 +21,7 @@ from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import stop_agreement
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.grouping import make_groups
+from prunex_mpi.core.mask_choice import make_groups
 from prunex_mpi.core.state import RunContext, build_state
 from prunex_mpi.data.request import Request
 from prunex_mpi.methods import hsadmm

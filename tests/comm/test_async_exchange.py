@@ -54,10 +54,7 @@ def test_what_the_helper_raises_is_raised_where_it_is_waited_for(error):
     def exchange() -> None:
         raise error
 
-    with (
-        nodes_of(2) as topology,
-        exchanging_asynchronously(topology, True, TRANSPORT) as helper,
-    ):
+    with nodes_of(2) as topology, exchanging_asynchronously(topology, True, TRANSPORT) as helper:
         helper.begin(exchange)
         with pytest.raises(type(error)) as caught:
             helper.finish()
@@ -69,10 +66,7 @@ def test_what_the_helper_raises_is_raised_where_it_is_waited_for(error):
 
 def test_one_exchange_at_a_time():
     go_on = threading.Event()
-    with (
-        nodes_of(2) as topology,
-        exchanging_asynchronously(topology, True, TRANSPORT) as helper,
-    ):
+    with nodes_of(2) as topology, exchanging_asynchronously(topology, True, TRANSPORT) as helper:
         helper.begin(go_on.wait)
         with pytest.raises(RuntimeError, match="under way already"):
             helper.begin(lambda: None)
@@ -97,10 +91,7 @@ def test_a_user_error_that_all_ranks_raise_waits_for_what_is_under_way():
 
 def test_nothing_is_made_where_nothing_is_wanted(monkeypatch):
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SINGLE)
-    with (
-        nodes_of(2) as topology,
-        exchanging_asynchronously(topology, False, TRANSPORT) as helper,
-    ):
+    with nodes_of(2) as topology, exchanging_asynchronously(topology, False, TRANSPORT) as helper:
         assert helper is None
 
 

@@ -190,12 +190,12 @@ def test_messages_of_a_phase_are_told_apart_and_set_up_has_its_own(monkeypatch):
     clock, now = Clock(), iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
     device = torch.device("cpu")
-    with clock.agreeing(device, "Allreduce of a digest"):
+    with clock.exchanging(device, "Allreduce of a digest", part="agreed"):
         pass
     assert clock == Clock(agreed=1.0)
     with (
         clock.setting_up(device),
-        clock.agreeing(device, "Bcast"),
+        clock.exchanging(device, "Bcast", part="agreed"),
         clock.exchanging(device, "Bcast"),
     ):
         pass

@@ -82,6 +82,13 @@ def backward(model: Branches, rank: int, step: int, branch: str) -> None:
     model(x, branch).square().sum().backward()
 
 
+def gradient_of(rank: int, step: int, branch: str) -> Tensor:
+    """Return the gradient of a rank by itself."""
+    model, _, grad = prepare()
+    backward(model, rank, step, branch)
+    return grad
+
+
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)
 def test_buckets_hold_every_element_and_every_parameter_once(bucket_bytes, monkeypatch):
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
@@ -125,9 +132,7 @@ def test_reductions_start_in_one_order_whatever_backward_does(
         assert recorder.sizes == expected
         # What left early was the whole gradient, which is also the mean of equal ones.
         assert np.array_equal(np.concatenate(recorder.parts[::-1]), grad.numpy())
-        alone, _, own = prepare()
-        backward(alone, 0, step, branch)
-        assert torch.equal(grad, own)
+        assert torch.equal(grad, gradient_of(0, step, branch))
         if bucket_bytes == 1:
             # The head's two and the shared module's two are there before the unused module blocks.
             assert early == 4
@@ -180,11 +185,8 @@ def test_gradients_are_the_mean_over_ranks_that_took_different_branches(
     assert averager.overlap == (WORLD.size > 1 and not staged)
     branches = ("left", "right", "none", "both")
     for step in range(4):
-        everyone = np.zeros(layout.numel)
-        for rank in range(WORLD.size):
-            other, _, gradient = prepare()
-            backward(other, rank, step, branches[(rank + step) % 4])
-            everyone += gradient.numpy()
+        ranks = range(WORLD.size)
+        everyone = sum(gradient_of(rank, step, branches[(rank + step) % 4]) for rank in ranks)
         grad.zero_()
         averager.begin()
         backward(model, WORLD.rank, step, branches[(WORLD.rank + step) % 4])
@@ -195,9 +197,7 @@ def test_gradients_are_the_mean_over_ranks_that_took_different_branches(
     # Without the averager, a gradient is the rank's own again.
     grad.zero_()
     backward(model, WORLD.rank, 9, "left")
-    other, _, gradient = prepare()
-    backward(other, WORLD.rank, 9, "left")
-    assert torch.equal(grad, gradient)
+    assert torch.equal(grad, gradient_of(WORLD.rank, 9, "left"))
 
 
 class Queue:
@@ -261,11 +261,7 @@ def test_what_a_device_queues_is_reduced_bucket_by_bucket_when_its_mark_is_reach
     mine = wire_of(WORLD, Transport(208, staging), "intra")
     averager = GradientAverager(mine, model, layout, grad)
     for step in range(2):
-        everyone = np.zeros(layout.numel)
-        for rank in range(WORLD.size):
-            other, _, gradient = prepare()
-            backward(other, rank, step, branch)
-            everyone += gradient.numpy()
+        everyone = sum(gradient_of(rank, step, branch) for rank in range(WORLD.size))
         queue.told.clear()
         grad.zero_()
         averager.begin()

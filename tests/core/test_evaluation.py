@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import USAGE, Diverged, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import BY_NAME, make
 from prunex_mpi.core.evaluation import (
     BEST,
@@ -36,8 +35,8 @@ from prunex_mpi.core.evaluation import (
     evaluate_on,
     statistics_of_z,
 )
-from prunex_mpi.core.state import PRUNED, Problem, RunContext, State, build_state, in_place_of_z
-from prunex_mpi.core.steps import finish_average_
+from prunex_mpi.core.loop import finish_average_
+from prunex_mpi.core.state import PRUNED, Problem, RunContext, build_state, in_place_of_z
 from prunex_mpi.core.task import EVALUATION_BATCH
 from prunex_mpi.data.batches import BatchStream, ImageFormat, Shard, evaluation_batches
 from prunex_mpi.models.layout import build_layout
@@ -50,6 +49,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 BATCH_SIZE = 6
 PARTIAL = 5  # images left over, on every rank
 MEAN, STD = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.2, 0.25, 0.3])
+LOOK = ImageFormat(MEAN, STD, CPU, torch.float64)
 
 
 def build_model() -> nn.Sequential:
@@ -86,10 +86,12 @@ def images_of(rank: int, batches: int) -> Tensor:
     return (40 + 30 * rank + trend + (10 + 10 * rank) * noise).clamp(0, 255).to(torch.uint8)
 
 
-def statistics_left(topology: Topology, state: State, problem: Problem) -> list[tuple]:
-    """Estimate; return (mean, variance) of each BatchNorm that this leaves."""
-    estimate_statistics(topology, RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
-    return [(m.running_mean, m.running_var) for m in state.bn_modules]
+def context_of(model: nn.Module, shard: Shard, stream: BatchStream | None = None) -> RunContext:
+    """Return what a rank works on with `model`, whose images are those of `shard`."""
+    state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
+    feed = stream, shard, shard, partial(evaluation_batches, look=LOOK), 1
+    problem = Problem(model, model, F.cross_entropy, *feed, MEAN, STD)
+    return RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat())
 
 
 # More batches than are taken, and fewer; both with a partial one at the end.
@@ -98,8 +100,6 @@ def statistics_left(topology: Topology, state: State, problem: Problem) -> list[
 )
 def test_estimated_statistics_equal_the_oracle(ranks_per_node, batches):
     model = build_model()
-    state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
-    # The statistics are z's, whatever a rank's theta is.
     wanted = of_all_ranks(
         copy.deepcopy(list(model)),
         [images_of(rank, batches) for rank in range(WORLD.size)],
@@ -108,19 +108,19 @@ def test_estimated_statistics_equal_the_oracle(ranks_per_node, batches):
         MEAN,
         STD,
     )
-    state.theta.add_(torch.rand(len(state.theta), dtype=torch.float64), alpha=1 + WORLD.rank)
-    theta = state.theta.clone()
-
     images = images_of(WORLD.rank, batches)
     shard = Shard(images, torch.zeros(len(images), dtype=torch.int64))
-    look = ImageFormat(MEAN, STD, CPU, torch.float64)
     stream = BatchStream(
-        shard, look, batch_size=BATCH_SIZE, seed=1, rank=WORLD.rank, flip=False, pad=0
+        shard, LOOK, batch_size=BATCH_SIZE, seed=1, rank=WORLD.rank, flip=False, pad=0
     )
-    batches_of = partial(evaluation_batches, look=look)
-    problem = Problem(model, model, F.cross_entropy, stream, shard, None, batches_of, 1, MEAN, STD)
+    context = context_of(model, shard, stream)
+    state = context.state
+    # The statistics are z's, whatever a rank's theta is.
+    state.theta.add_(torch.rand(len(state.theta), dtype=torch.float64), alpha=1 + WORLD.rank)
+    theta = state.theta.clone()
     with nodes_of(ranks_per_node) as topology:
-        found = statistics_left(topology, state, problem)
+        estimate_statistics(topology, context)
+    found = [(m.running_mean, m.running_var) for m in state.bn_modules]
     assert len(found) == len(wanted) == 3
     for (mean, variance), (wanted_mean, wanted_variance) in zip(found, wanted, strict=True):
         torch.testing.assert_close(mean, wanted_mean, rtol=1e-11, atol=1e-11)
@@ -148,12 +148,9 @@ class OwnNorm(nn.Module):
 def test_an_evaluation_averages_statistics_of_other_norms_and_puts_them_back(ranks_per_node):
     mine, wanted = float(WORLD.rank**2), sum(r**2 for r in range(WORLD.size)) / WORLD.size
     model = nn.Sequential(OwnNorm(mine), *build_model())
-    state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
     shard = Shard(images_of(0, 1), torch.zeros(BATCH_SIZE + PARTIAL).long())
-    batches_of = partial(evaluation_batches, look=ImageFormat(MEAN, STD, CPU, torch.float64))
-    problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
+    context = context_of(model, shard)
     with nodes_of(ranks_per_node) as topology:
-        context = RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat())
         evaluate(topology, context)
         assert model[0].used == [pytest.approx(wanted)]
         assert float(model[0].mean) == mine
@@ -165,21 +162,16 @@ def test_an_evaluation_averages_statistics_of_other_norms_and_puts_them_back(ran
 
 
 def test_every_batch_of_an_evaluation_is_progress():
-    model = build_model()
-    state = build_state(model, build_layout(model), Groups((), (), 0, ()), make())
     count = 2 * EVALUATION_BATCH + 1
     shard = Shard(images_of(0, 1)[:1].expand(count, -1, -1, -1), torch.zeros(count).long())
-    look = ImageFormat(MEAN, STD, CPU, torch.float64)
-    batches_of = partial(evaluation_batches, look=look)
-    problem = Problem(model, model, F.cross_entropy, None, shard, shard, batches_of, 1, MEAN, STD)
-    heartbeat = Heartbeat()
+    context = context_of(build_model(), shard)
     with nodes_of(1) as topology:
-        evaluate(topology, RunContext(state, problem, make(), SMALL_BUCKETS, heartbeat))
+        evaluate(topology, context)
+        assert (context.heartbeat.beats, context.heartbeat.step) == (3, 0)
         # Weights that are finite may be too large for a test, as after a high learning rate.
-        state.z.fill_(torch.finfo(state.z.dtype).max)
+        context.state.z.fill_(torch.finfo(context.state.z.dtype).max)
         with pytest.raises(Diverged, match="test set is not finite; lower the learning rate"):
-            evaluate(topology, RunContext(state, problem, make(), SMALL_BUCKETS, Heartbeat()))
-    assert (heartbeat.beats, heartbeat.step) == (3, 0)
+            evaluate(topology, context)
 
 
 class AverageOf:

@@ -18,7 +18,7 @@ from torchvision.models import VisionTransformer
 from prunex_mpi import export
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.grouping import choose_rules
+from prunex_mpi.core.mask_choice import choose_rules
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.slim import CallsCorrected

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.loop import falls_due, rounds
+from prunex_mpi.core.loop import is_due, rounds
 from prunex_mpi.core.schedule import (
     Stage,
     asynchronous_steps,
@@ -188,14 +188,18 @@ def test_evaluations_come_after_as_many_steps_as_those_of_local_sgd():
     settings = make(
         method="qsr", evaluate_every=3, lr=0.05, qsr_alpha=0.301, lr_schedule="constant"
     )
+
+    def due(settings, done, k=1):
+        return is_due(work_of(settings, 4, done), SimpleNamespace(k=k, last=False))
+
     # Rounds of 36 steps; the others are evaluated after 12, 24, 36 ...
-    assert falls_due(work_of(settings, 4), 1)
+    assert due(settings, 0)
     less = make(method="qsr", evaluate_every=10, lr=0.05, qsr_alpha=0.301, lr_schedule="constant")
-    found = [falls_due(work_of(less, 4, done), 1) for done in (0, 36, 72, 108)]
+    found = [due(less, done) for done in (0, 36, 72, 108)]
     # 40 and 80 and 120 lie in the second, third and fourth.
     assert found == [False, True, True, True]
     even = make(method="qsr", evaluate_every=2, lr_schedule="constant", qsr_alpha=1e-3)
-    assert [falls_due(work_of(even, 4, 4 * k), k + 1) for k in range(4)] == [False, True] * 2
+    assert [due(even, 4 * k, k + 1) for k in range(4)] == [False, True] * 2
 
 
 def test_an_exchange_runs_behind_as_many_steps_of_a_round_of_any_length():

@@ -1,14 +1,21 @@
-"""The variables of one rank: what freezing and mixed precision leave in them."""
+"""What freezing and mixed precision leave in the variables of a rank; bytes of agreement."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+from counting import Counting
+from nodes import nodes_of
+from small_runs import small_run
 from torch import nn
 
+from prunex_mpi.comm.agreement import alike_bytes
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.state import State, adopt_mask, build_state, freeze, weights
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import select
+from prunex_mpi.run.supervision import outer_iterations
 
 
 def make_state(**changes: object) -> State:
@@ -67,3 +74,18 @@ def test_weights_are_lent_and_returned():
         assert torch.all(state.theta == 0)
         raise RuntimeError
     assert torch.equal(state.theta, before)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("scenario", ["recipe", "int4", "local sgd", "sparseloco"])
+def test_losses_norms_and_digests_are_counted_apart(scenario):
+    with nodes_of(1) as topology, small_run(topology, scenario) as context:
+        world, leader = Counting(topology.world), Counting(topology.leader)
+        counted = replace(topology, world=world, leader=leader)
+        records = list(outer_iterations(counted, replace(context, stop=None)))
+    told = [record["bytes"] for record in records]
+    evaluated = sum(record["test_loss"] is not None for record in records)
+    # Three float64: loss, those that are right, all.
+    assert sum(each["evaluate"] for each in told) == evaluated * alike_bytes(3) > 0
+    control = sum(each["control"] for each in told)
+    assert control + evaluated * alike_bytes(3) == world.operands + leader.digests > 0

@@ -20,7 +20,7 @@ from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.counted import CountedComm, CountedComms, make_comms
 from prunex_mpi.comm.traffic import Clock, Traffic
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.grouping import make_groups
+from prunex_mpi.core.mask_choice import make_groups
 from prunex_mpi.core.state import Problem, RunContext, build_state
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.methods.exchanges import exchange_of, memory_of

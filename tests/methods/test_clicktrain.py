@@ -19,7 +19,7 @@ from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.grouping import make_groups
+from prunex_mpi.core.mask_choice import make_groups
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 

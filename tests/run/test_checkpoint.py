@@ -34,9 +34,9 @@ from prunex_mpi.comm.collectives import build_transport
 from prunex_mpi.comm.preemption import StopAgreement, stop_agreement
 from prunex_mpi.comm.topology import Topology, free_topology
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_ema
-from prunex_mpi.core.grouping import make_groups
+from prunex_mpi.core.evaluation import EMA_COUNT, memory_of_evaluation
 from prunex_mpi.core.lasting import lasting
+from prunex_mpi.core.mask_choice import make_groups
 from prunex_mpi.core.memory import FIRST, FROM_Z, MEAN, RANK, SUM, ZERO
 from prunex_mpi.core.state import (
     CODED,
@@ -315,7 +315,7 @@ def new_run(
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     groups = make_groups(settings, model, layout, Images(dataset.image_size))
     state = build_state(model, layout, groups, settings)
-    for memory in (memory_of, memory_of_ema):
+    for memory in (memory_of, memory_of_evaluation):
         state.memory.declare(memory(settings, state))
     wanted = settings.overlap_steps != 0
     helper = HELPERS.enter_context(exchanging_asynchronously(topology, wanted, transport))

@@ -22,7 +22,7 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm import preemption
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core import evaluation, steps
+from prunex_mpi.core import evaluation, loop
 from prunex_mpi.data import image_files
 from prunex_mpi.methods import per_step
 from prunex_mpi.run import job, supervision
@@ -133,7 +133,7 @@ def test_ctrl_c_leaves_with_a_checkpoint(tmp_path, monkeypatch, capfd):
 
 def test_a_run_is_not_left_with_what_has_diverged(tmp_path, monkeypatch, capfd):
     """Asked to leave in the steps that diverge, it ends as it would have."""
-    real, left = steps.step_optimizer_, [1]
+    real, left = loop.step_optimizer_, [1]
 
     def step(context) -> None:
         real(context)
@@ -143,7 +143,7 @@ def test_a_run_is_not_left_with_what_has_diverged(tmp_path, monkeypatch, capfd):
             context.state.theta.fill_(float("nan"))
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    monkeypatch.setattr(steps, "step_optimizer_", step)
+    monkeypatch.setattr(loop, "step_optimizer_", step)
     monkeypatch.setattr(preemption, "PERIOD_S", 0.0)
     code = run(tmp_path / "run", "--checkpoint-every", "1", "--local-steps", "4")
     assert "not finite in phase local of outer iteration 3" in capfd.readouterr().err

@@ -33,7 +33,7 @@ BEHIND = ["--payload", "int4", "--overlap-steps", "1", "--evaluate-every", "4"]
 # What a node may be at when it is lost, and flags with which it comes to that.
 PLACES = {
     "start": ("prunex_mpi.run.job:load_dataset", []),
-    "step": ("prunex_mpi.core.steps:step_optimizer_", []),
+    "step": ("prunex_mpi.core.loop:step_optimizer_", []),
     "masks": ("prunex_mpi.core.mask_choice:agree_by_vote", []),
     "message": ("prunex_mpi.core.exchange:pack_", []),
     "helper": ("prunex_mpi.core.message:Message.sum_", [*BEHIND, "--method", "diloco"]),

@@ -14,7 +14,7 @@ from small_runs import COMMON, PRUNING, small_run
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core import evaluation
-from prunex_mpi.core.evaluation import BEST, Evaluation, best_of, density, is_better, stage_of
+from prunex_mpi.core.evaluation import BEST, Evaluation, delivered, density, is_better, stage_of
 from prunex_mpi.core.state import RunContext
 from prunex_mpi.run.supervision import outer_iterations
 
@@ -64,7 +64,7 @@ def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
             assert best[0].density == min(found.density for found, _ in seen)
         last = [t.clone() for t in (context.state.z, *context.problem.model.buffers())]
         mask = context.state.mask.bits
-        with best_of(context):
+        with delivered(context):
             assert density(context.state) == pytest.approx(best[0].density)
             assert torch.equal(context.state.z, best[1])
             found = evaluation.evaluate_on(topology, context, context.problem.test)

@@ -195,7 +195,7 @@ def test_a_record_that_cannot_be_read_is_none(content, tmp_path):
         ("train.py", False, False),
         ("../mine/comm/collectives.py", False, True),
         ("../torch/nn/functional.py", False, True),
-        ("core/steps.py", True, True),
+        ("core/loop.py", True, True),
         # A thread that exchanges behind the steps is waited for by a function of Python's.
         ("comm/async_exchange.py", True, False),
     ],

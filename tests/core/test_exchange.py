@@ -1,4 +1,4 @@
-"""The mean of BatchNorm statistics of all ranks where variances are small beside means."""
+"""The mean of BatchNorm statistics where variances are small beside means; DiLoCo's outer step."""
 
 import pytest
 import torch
@@ -8,12 +8,17 @@ from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.exchange import average_statistics, find_reference_
+from prunex_mpi.core.exchange import (
+    VELOCITY,
+    average_statistics,
+    find_reference_,
+    nesterov_,
+    outer_memory,
+)
+from prunex_mpi.core.memory import Memory
 from prunex_mpi.core.schedule import Stage
 from prunex_mpi.methods.hsadmm import inter_node_consensus, intra_node_consensus
 from prunex_mpi.methods.sparseloco import SparseLoco
-
-pytestmark = pytest.mark.mpi
 
 # Of each channel: a mean, and by how much of it the deviation is smaller.
 MEANS = torch.tensor([100.0, -100.0, 3000.0, 1.0])
@@ -34,6 +39,7 @@ def statistics_of(rank: int, round_: int) -> tuple[torch.Tensor, torch.Tensor]:
     return means, deviations**2 * (1 + 0.2 * moved)
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("way", ["per step", "fp32", "int4", "sparseloco"])
 def test_small_variances_beside_large_means_survive_every_exchange(way, ranks_per_node):
@@ -65,3 +71,24 @@ def test_small_variances_beside_large_means_survive_every_exchange(way, ranks_pe
             assert ((found - pooled).abs() / pooled).max() < 0.01, round_
             gap = (module.running_mean - means.mean(0)).abs() / pooled.sqrt()
             assert gap.max() < 0.01, round_
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum(warmup):
+    generator = torch.Generator().manual_seed(0)
+    means = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    rates = {"diloco_outer_lr": 0.4, "diloco_outer_momentum": 0.8}
+    settings = make(method="diloco", **rates, diloco_outer_warmup=warmup)
+    z = torch.zeros(7, dtype=torch.float64)
+    theirs = z.clone().requires_grad_()
+    optimizer = torch.optim.SGD([theirs], lr=0.4, momentum=0.8, nesterov=True)
+    memory = Memory(outer_memory(z))
+    for k, mean in enumerate(means, 1):
+        theirs.grad = theirs.detach() - mean
+        optimizer.param_groups[0]["momentum"] = 0.8 * min(1, k / max(1, warmup))
+        optimizer.step()
+        last, z = z, mean.clone()
+        nesterov_(settings, k, last, z, memory[VELOCITY])
+        torch.testing.assert_close(z, theirs.detach(), rtol=1e-13, atol=1e-13)
+    kept = optimizer.state[theirs]["momentum_buffer"]
+    torch.testing.assert_close(memory[VELOCITY], kept, rtol=1e-13, atol=1e-13)
