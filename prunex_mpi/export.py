@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prunex_mpi.base.single_process import run_single_process
-from prunex_mpi.config.parser import Parser, add_own_model, check_range, program_parser
+from prunex_mpi.config.cli import Parser, add_own_model, check_range, program_parser
 
 DEVICES = ("auto", "cpu", "cuda")
 PROOF_IMAGES, REPEAT = 2000, 7

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prunex_mpi.base.single_process import run_single_process
-from prunex_mpi.config.parser import Parser, program_parser
+from prunex_mpi.config.cli import Parser, program_parser
 
 
 def build_parser() -> Parser:

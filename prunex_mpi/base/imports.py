@@ -125,11 +125,3 @@ def _is_inside(module: str, folder: Path) -> bool:
 def named_in(argv: Iterable[str]) -> set[str]:
     """Return the words of a command line, of `--flag=X` what is given."""
     return {word.partition("=")[2] if word.startswith("--") else word for word in argv}
-
-
-def check_foreign(names: Mapping[str, str], argv: Iterable[str], run_dir: str) -> None:
-    """Raise UserError for functions, by setting, that the files of a run alone name, not flags."""
-    given = named_in(argv)
-    for what, name in names.items():
-        folder = Path(run_dir) if run_dir else None
-        check_named(what, name, given, "the file of --config or of the run", folder)

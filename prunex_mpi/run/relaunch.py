@@ -19,13 +19,14 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserError, quote
 from prunex_mpi.base.files import DIVERGED, METRICS, NODES, no_links
 from prunex_mpi.base.signals import Asked
-from prunex_mpi.config.parser import Parser, check_range, last_value, program_parser
+from prunex_mpi.config.cli import Parser, check_range, program_parser
 from prunex_mpi.run.directory import (
     has_left,
     is_complete,
@@ -154,6 +155,17 @@ def parse(argv: Sequence[str]) -> Options:
     if not run:
         raise UserError("give the training a --run-dir: its checkpoints are there")
     return Options(hosts, given.min_hosts, given.probe, *numbers, tuple(command), Path(run))
+
+
+def last_value(words: Sequence[str], flag: str) -> str:
+    """Return what `flag` was given last, as `--flag X` or `--flag=X`; "" where it is not given."""
+    found = ""
+    for word, after in pairwise([*words, ""]):
+        if word == flag:
+            found = after
+        elif word.startswith(f"{flag}="):
+            found = word.removeprefix(f"{flag}=")
+    return found
 
 
 def say(text: str) -> None:
