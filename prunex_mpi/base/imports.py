@@ -1,4 +1,7 @@
-"""Import what users name as `package.module:function`, and nothing that files alone name."""
+"""Import what users name as `package.module:function`, and nothing that files alone name.
+
+And say which packages something needs that are not installed.
+"""
 
 import filecmp
 import importlib
@@ -125,3 +128,10 @@ def _is_inside(module: str, folder: Path) -> bool:
 def named_in(argv: Iterable[str]) -> set[str]:
     """Return the words of a command line, of `--flag=X` what is given."""
     return {word.partition("=")[2] if word.startswith("--") else word for word in argv}
+
+
+def require_packages(what: str, extra: str, *packages: str) -> None:
+    """Raise UserError unless `packages` are installed, which `what` needs and an extra brings."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UserError(f'{what} needs {" and ".join(missing)}: pip install "prunex_mpi[{extra}]"')

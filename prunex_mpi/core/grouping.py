@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import UserError, log
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout

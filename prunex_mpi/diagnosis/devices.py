@@ -10,8 +10,7 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import UserError, log
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.diagnosis.findings import check_launcher

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError, meant
+from prunex_mpi.base.errors import UserError, log, meant
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import require_same, run_collectively
 from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import BUCKET_MIB, broadcast_weights_, build_transport

@@ -23,7 +23,16 @@ from typing import Any
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, Diverged, UserError, quote
+from prunex_mpi.base.errors import (
+    FAILURE,
+    PREEMPTED,
+    UNREADABLE,
+    Diverged,
+    UserError,
+    log,
+    quote,
+    set_up_logging,
+)
 from prunex_mpi.base.files import (
     DIVERGED,
     prepare_file,
@@ -33,7 +42,6 @@ from prunex_mpi.base.files import (
     write_json_durably,
 )
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.base.signals import ReceivedSignal, catching
 from prunex_mpi.base.tables import as_json, format_table
 from prunex_mpi.comm.agreement import (

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
+from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError, log
 from prunex_mpi.base.files import FORMAT, FileRecord, telling_disk_errors
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     broadcast_text,

@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError
+from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError, log
 from prunex_mpi.base.files import (
     CHECKPOINT,
     DIVERGED,
@@ -35,7 +35,6 @@ from prunex_mpi.base.files import (
     write_durably,
     write_json_durably,
 )
-from prunex_mpi.base.logs import log
 from prunex_mpi.base.record_keys import check_summary
 
 # How a run ends that has come to its end.

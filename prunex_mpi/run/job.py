@@ -10,11 +10,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import PREEMPTED
+from prunex_mpi.base.errors import PREEMPTED, log, set_up_logging
 from prunex_mpi.base.files import EXPORTED, METRICS, STATE, SUMMARY, telling_disk_errors
-from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.base.signals import ReceivedSignal
-from prunex_mpi.base.single_process import print_result
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     broadcast_text,
@@ -46,6 +44,7 @@ from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.kept import InMemoryCheckpoint, begin, put_back, tell
 from prunex_mpi.run.pretrained import read_initial
 from prunex_mpi.run.problem import load_dataset, share_contents
+from prunex_mpi.run.program import print_result
 from prunex_mpi.run.summary import add_up, closing_table, mean_speed
 from prunex_mpi.run.supervision import Checkpoints, train, write_checkpoint, write_last_checkpoint
 from prunex_mpi.run.watchdog import Watchdog

@@ -19,9 +19,8 @@ import numpy as np
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.errors import FAILURE, UserError, log
 from prunex_mpi.base.files import NODES
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     broadcast_text,

@@ -13,10 +13,9 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, log, one_line, quote
 from prunex_mpi.base.files import STATE, SUMMARY, read_json, telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import judged, log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     run_collectively,
@@ -43,6 +42,7 @@ from prunex_mpi.models.trained import (
 )
 from prunex_mpi.run.directory import RunDirectory, read_summary
 from prunex_mpi.run.finished_run import read_finished_run
+from prunex_mpi.run.summary import judged
 from prunex_mpi.settings.fields import Settings
 
 TORCHVISION = "torchvision"

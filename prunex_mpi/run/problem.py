@@ -14,9 +14,8 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.errors import UNREADABLE, UserError, log, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     count_same,

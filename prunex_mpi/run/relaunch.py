@@ -25,7 +25,6 @@ from typing import Any
 
 from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserError, quote
 from prunex_mpi.base.files import DIVERGED, METRICS, NODES, no_links
-from prunex_mpi.base.signals import Asked
 from prunex_mpi.config.cli import Parser, check_range, program_parser
 from prunex_mpi.run.directory import (
     has_left,
@@ -195,8 +194,8 @@ def only_launcher(run: Path) -> Iterator[None]:
         yield
 
 
-def keep_going(options: Options, asked: Asked) -> int:
-    """Start the job as often as it takes, until `asked` to end; return the exit code."""
+def keep_going(options: Options, asked: Sequence[int]) -> int:
+    """Start the job again and again, until signals have `asked` to end; return the exit code."""
     run, failures = options.run, 0
     # Where a job has trained; and until when those are left out with which one has not.
     worked: Sequence[str] = ()
@@ -208,7 +207,7 @@ def keep_going(options: Options, asked: Asked) -> int:
             if change is not None:
                 wait_until_free(run, asked)
             hosts = wait_for_hosts(options, asked, left_out)
-            if asked.times or not hosts:
+            if asked or not hosts:
                 return PREEMPTED
             said_ended(run).unlink(missing_ok=True)
             job = start(options, hosts, change is not None)
@@ -232,7 +231,7 @@ def keep_going(options: Options, asked: Asked) -> int:
                 # What refuses a later job, the time or the hosts that are left, holds for this
                 # allocation alone; and one may be told to leave before it can be.
                 late = worked and not job.trained and job.code == USAGE
-                early = asked.times and job.code == 128 + signal.SIGUSR1
+                early = asked and job.code == 128 + signal.SIGUSR1
                 return PREEMPTED if late or early else job.code or FAILURE
             if job.trained:
                 worked = hosts
@@ -252,9 +251,9 @@ def sure(hosts: Collection[str], left_out: Mapping[str, float]) -> list[str]:
     return [name for name in hosts if left_out.get(name, now) <= now]
 
 
-def why_no_more(job: Job, run: Path, asked: Asked) -> str:
+def why_no_more(job: Job, run: Path, asked: Sequence[int]) -> str:
     """Return why not to start a job again that has ended, "" to do so."""
-    if asked.times:
+    if asked:
         return "this was asked for"
     if job.code in (USAGE, UNREADABLE):
         return "it would end so again"
@@ -309,7 +308,7 @@ def said_ended(run: Path) -> Path:
 def attend(
     job: Job,
     options: Options,
-    asked: Asked,
+    asked: Sequence[int],
     change: Change | None,
     left_out: Mapping[str, float],
 ) -> None:
@@ -340,10 +339,10 @@ def attend(
             lost_at = now
         if lost_at and not back and now - lost_at > options.regrow_after:
             back = ["a lost node"]
-        if asked.times > told:
+        if len(asked) > told:
             # Open MPI's mpirun would end its ranks at a SIGTERM.
             end_group(process) if told else os.kill(process.pid, signal.SIGUSR1)
-            told = asked.times
+            told = len(asked)
         elif back and job.trained and not (job.regrows or told):
             say(f"{', '.join(back)} can be had again: the job leaves with a checkpoint")
             os.kill(process.pid, signal.SIGUSR1)
@@ -415,14 +414,14 @@ def end_group(job: subprocess.Popen) -> None:
         os.killpg(job.pid, signal.SIGKILL)
 
 
-def wait_until_free(run: Path, asked: Asked) -> None:
+def wait_until_free(run: Path, asked: Sequence[int]) -> None:
     """Have ranks of the last job that outlive their launcher end, as the watchdog of a rank whose
     record is gone does; wait until none holds the run.
     """
     for record in (run / "heartbeats").glob("rank-*"):
         record.unlink(missing_ok=True)
     told = False
-    while is_held(run) and not asked.times:
+    while is_held(run) and not asked:
         if not told:
             say(f"{run} is still held by a rank of the last job: waiting until it has ended")
         told = True
@@ -434,16 +433,18 @@ def wait_until_free(run: Path, asked: Asked) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def wait_for_hosts(options: Options, asked: Asked, left_out: Mapping[str, float]) -> list[str]:
+def wait_for_hosts(
+    options: Options, asked: Sequence[int], left_out: Mapping[str, float]
+) -> list[str]:
     """Return the hosts that answer, as soon as there are enough of them; none at the end.
 
     Those that are `left_out` are taken only where it needs them.
     """
     told = False
-    while not asked.times:
+    while not asked:
         began = time.monotonic()
         probes = start_probes(options.probe, options.hosts)
-        while not probes_are_over(probes, began) and not asked.times:
+        while not probes_are_over(probes, began) and not asked:
             time.sleep(LOOK_S)
         found = close_probes(probes)
         there = [name for name in options.hosts if name in found or is_here(name)]
@@ -457,7 +458,7 @@ def wait_for_hosts(options: Options, asked: Asked, left_out: Mapping[str, float]
         if not told:
             say(f"{len(there)} of {len(options.hosts)} hosts answer: waiting for more")
         told, end = True, time.monotonic() + PROBE_EVERY_S
-        while time.monotonic() < end and not asked.times:
+        while time.monotonic() < end and not asked:
             time.sleep(LOOK_S)
     return []
 

@@ -16,9 +16,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError, one_line
+from prunex_mpi.base.errors import UserError, log, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_text,
     raise_together,

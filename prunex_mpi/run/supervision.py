@@ -16,9 +16,8 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import Diverged, UserError
+from prunex_mpi.base.errors import Diverged, UserError, log
 from prunex_mpi.base.files import METRICS
-from prunex_mpi.base.logs import Length, Progress, log
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.agreement import (
@@ -45,6 +44,7 @@ from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.kept import InMemoryCheckpoint, keep
 from prunex_mpi.run.pretrained import evaluate_initial
+from prunex_mpi.run.summary import Progress
 from prunex_mpi.settings.fields import Settings
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.
@@ -156,14 +156,14 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
 def progress_of(topology: Topology, context: RunContext) -> Progress:
     """Show a run from where it stands."""
     settings, problem = context.settings, context.problem
-    length = Length(
-        context.state.position.iteration - 1 + rounds_left(context),
-        total_steps(settings, problem.steps),
-        problem.train.batch_size * problem.task.row * topology.world_size,
-        problem.task.unit,
+    progress = Progress(
+        iterations=context.state.position.iteration - 1 + rounds_left(context),
+        steps=total_steps(settings, problem.steps),
+        count=problem.train.batch_size * problem.task.row * topology.world_size,
+        unit=problem.task.unit,
+        enabled=topology.world.rank == 0 and settings.progress == "auto",
+        heartbeat=context.heartbeat,
     )
-    enabled = topology.world.rank == 0 and settings.progress == "auto"
-    progress = Progress(length, enabled, context.heartbeat)
     progress.start(context.state.position.steps_done, local_steps(context))
     return progress
 

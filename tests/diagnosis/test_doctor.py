@@ -19,9 +19,8 @@ from refused import assert_refused
 from mpi4py import MPI
 
 from prunex_mpi import doctor
-from prunex_mpi.base.errors import UserError, listed
+from prunex_mpi.base.errors import UserError, listed, log
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.diagnosis import examine
 from prunex_mpi.diagnosis import probe as doctor_probe

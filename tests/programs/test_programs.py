@@ -153,7 +153,7 @@ def test_console_scripts_import_from_the_current_folder_what_is_asked_for(tmp_pa
     name = "import_function('model', 'own:make', '')()" if asks else "0"
     script.write_text(
         "import sys\n"
-        "from prunex_mpi.base.single_process import run_single_process\n"
+        "from prunex_mpi.run.program import run_single_process\n"
         "from prunex_mpi.base.imports import import_function\n"
         f"sys.exit(run_single_process('x', list, lambda _: {name} or __import__('colorsys'), []))\n"
     )

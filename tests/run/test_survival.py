@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launch import LIMIT_S, environment, launcher, repeatable_metrics, train
 
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import log
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.lasting import SUM
 from prunex_mpi.run import kept as kept_module
