@@ -103,7 +103,7 @@ def falls_due(context: RunContext, k: int) -> bool:
     Where they are of several lengths their steps count, so that all methods see as many samples.
     """
     every = context.settings.evaluate_every
-    if context.settings.method.fixed_interval:
+    if not context.settings.method.quadratic_interval:
         return k % every == 0
     done, every = context.state.position.steps_done, every * context.problem.steps
     return (done + local_steps(context)) // every > done // every

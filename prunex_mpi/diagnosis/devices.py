@@ -8,12 +8,9 @@ import sys
 
 import torch
 
-from mpi4py import MPI
-
-from prunex_mpi.base.errors import UserError, log
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.topology import Topology
-from prunex_mpi.diagnosis.findings import check_launcher
 from prunex_mpi.diagnosis.probe import PASSED, TRIALS
 from prunex_mpi.diagnosis.ranks import device_buffers_on_cpu, device_buffers_refused
 
@@ -106,8 +103,20 @@ def probe(device: str, operation: str = "") -> str:
     if launcher is None:
         return "there is no mpiexec on PATH to try it with"
     words = [device, *([operation] if operation else TRIALS)]
+    # A job of its own even from inside a job.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    program = [sys.executable, "-m", "prunex_mpi.diagnosis.probe", *words]
     try:
-        result = run_separately(["-m", "prunex_mpi.diagnosis.probe", *words], launcher)
+        result = subprocess.run(
+            [launcher, "-n", str(PROBE_RANKS), *program],
+            env=environment,
+            timeout=PROBE_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the probe did not end: {type(error).__name__}"
     if result.returncode == 0 and PASSED.format(PROBE_RANKS) in result.stdout:
@@ -118,24 +127,6 @@ def probe(device: str, operation: str = "") -> str:
     output = [x for x in (result.stdout + result.stderr).splitlines() if any(map(str.isalnum, x))]
     output = [line for line in output if "Error:" in line] or output
     return f"the probe ended with code {result.returncode}: {(output or ['no output'])[-1].strip()}"
-
-
-def run_separately(words: list[str], launcher: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with `words` as a job of its own on this host, even from inside a job.
-
-    Raises OSError or subprocess.TimeoutExpired when it cannot start or does not end.
-    """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-    environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
-    return subprocess.run(
-        [launcher, "-n", str(PROBE_RANKS), sys.executable, *words],
-        env=environment,
-        timeout=PROBE_TIMEOUT_S,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
 
 
 def resolve_mpi_buffers(
@@ -167,14 +158,3 @@ def resolve_mpi_buffers(
     if requested == "device":
         raise UserError(device_buffers_refused(reason).line())
     return "host", reason
-
-
-def lone_singleton(world: MPI.Comm) -> str:
-    """Return why this job of one rank is not what was asked for, or "" when it is.
-
-    Warns where it may be.
-    """
-    (found,) = check_launcher(world.size, os.environ, terminal=os.isatty(0))
-    if found.severity == "warning":
-        log.warning("%s", found.line())
-    return found.line() if found.severity == "error" else ""

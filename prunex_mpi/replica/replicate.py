@@ -510,7 +510,7 @@ def settings_of(
             "model; give example=, a batch as the model takes it"
         )
     plain = isinstance(optimizer, torch.optim.SGD)
-    if method.own_momentum and not (plain and not optimizer.param_groups[0]["momentum"]):
+    if not method.optimizer and not (plain and not optimizer.param_groups[0]["momentum"]):
         raise UserError(
             f"{method.name} has a momentum of its own; give torch.optim.SGD without momentum"
         )

@@ -399,8 +399,8 @@ def read_outcome(path: Path, place: Place, data: Data, outcome: Outcome) -> Outc
             )
     measured = read_measured(path)
     if (path / "checkpoints").exists():
-        remove = partial(shutil.rmtree, path / "checkpoints")
-        telling_disk_errors(f"the checkpoints of {path}", remove)
+        with telling_disk_errors(f"the checkpoints of {path}"):
+            shutil.rmtree(path / "checkpoints")
     log.info("%s: %.4g on data held out", path.name, measured.shown)
     return replace(outcome, measured=measured)
 
@@ -479,9 +479,9 @@ def reveal(
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     found = before or {"plan": options.plan, "at": at, "networks": networks, "results": {}}
 
+    @telling_disk_errors(REVEAL)
     def write() -> None:
-        note = partial(write_json_durably, Path(options.folder) / REVEAL, found)
-        telling_disk_errors(REVEAL, note)
+        write_json_durably(Path(options.folder) / REVEAL, found)
 
     run_on_root(world, write)
     found = broadcast_json(world, found)

@@ -228,13 +228,15 @@ class RunDirectory:
             raise UserError(
                 f"--tokenizer {name} is not the file that was read any more; start again"
             )
-        telling_disk_errors(TOKENIZER, lambda: write_durably(kept, data.decode()))
+        with telling_disk_errors(TOKENIZER):
+            write_durably(kept, data.decode())
 
     def note_divergence(self, reason: str) -> None:
         """Write why the run diverged to diverged.json; a full disk is ignored."""
         with contextlib.suppress(OSError):
             write_json_durably(self.path / DIVERGED, {"reason": reason})
 
+    @telling_disk_errors(SUMMARY)
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json in one atomic step: its presence says that the run ended well."""
         write_json_durably(self.path / SUMMARY, summary)

@@ -168,10 +168,11 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, context: Ru
     record = {"from": settings.init_from, "sha256": settings.init_digest, **quality(context, found)}
     log.info("before training: loss %.4f, %s", found["loss"], judged(record))
 
+    @telling_disk_errors(INITIAL)
     def write() -> None:
         write_json_durably(files.path / INITIAL, record)
 
-    run_on_root(topology.world, lambda: telling_disk_errors(INITIAL, write))
+    run_on_root(topology.world, write)
 
 
 def read_initial(run: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ SMALL = [
     *("--outer-iterations", str(ITERATIONS), "--local-steps", "3", "--progress", "off"),
 ]
 CONTINUE = ["--on-node-loss", "continue"]
+WRITES_SUMMARY = "prunex_mpi.run.directory:RunDirectory.write_summary"
 BEHIND = ["--payload", "int4", "--overlap-steps", "1", "--evaluate-every", "4"]
 # What a node may be at when it is lost, and flags with which it comes to that.
 PLACES = {
@@ -114,7 +115,7 @@ def test_the_others_go_on_without_a_node_and_rank_0(tmp_path):
     "fault",
     [
         # Once the summary is written, before the others know; and when they do.
-        {"rank": 0, "at": "prunex_mpi.run.job:telling_disk_errors", "call": 2, "side": "after"},
+        {"rank": 0, "at": WRITES_SUMMARY, "call": 1, "side": "after"},
         {"rank": 1, "at": "prunex_mpi.run.survival:leave", "call": 1},
     ],
 )
