@@ -6,6 +6,7 @@ time.
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
 from prunex_mpi.base.signals import asked_to_end
@@ -16,9 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with asked_to_end() as asked:
         from prunex_mpi.base.errors import FAILURE, UserError
         from prunex_mpi.run.program import run_single_process
-        from prunex_mpi.run.relaunch import NAME, Options, keep_going, parse
+        from prunex_mpi.run.relaunch import NAME, keep_going, parse
 
-        def keep(options: Options) -> int:
+        def keep(options: Namespace) -> int:
             try:
                 return keep_going(options, asked)
             except OSError as error:

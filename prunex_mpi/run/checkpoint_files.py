@@ -48,7 +48,11 @@ def valid_names(run: Path) -> list[str]:
     folder = run / "checkpoints"
     if not folder.exists():
         return []
-    found = [p.name for p in folder.iterdir() if CHECKPOINT.fullmatch(p.name) and _is_folder(p)]
+    found = [
+        path.name
+        for path in folder.iterdir()
+        if CHECKPOINT.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
     return sorted(found, key=lambda name: int(name.split("-")[0]), reverse=True)
 
 
@@ -210,7 +214,3 @@ def rank_file(folder: Path, rank: int) -> Path:
 def _require_file(path: Path) -> None:
     if path.is_symlink() or not path.is_file():
         raise DamagedCheckpoint(f"{path.name} is missing or is not a plain file")
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()

@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError, log
+from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError, log
 from prunex_mpi.base.files import (
     CHECKPOINT,
     DIVERGED,
@@ -64,7 +64,7 @@ def _held(path: Path) -> UserError:
 
 
 def _unusable(path: Path, error: OSError) -> UserError:
-    return UserError(f"--run-dir {path}: {error.strerror}; choose another", USAGE)
+    return UserError(f"--run-dir {path}: {error.strerror}; choose another")
 
 
 def _can_lock(file: Path) -> bool:

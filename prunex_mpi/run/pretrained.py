@@ -13,7 +13,7 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, log, one_line, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, log, one_line, quote
 from prunex_mpi.base.files import STATE, SUMMARY, read_json, telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import (
@@ -241,8 +241,7 @@ def find_teacher(
         except Exception as error:
             raise UserError(
                 f"--teacher {settings.teacher} does not fit {inputs.text()} ({one_line(error)}): "
-                "give one that was trained on such",
-                USAGE,
+                "give one that was trained on such"
             ) from error
         return built
 
@@ -327,6 +326,5 @@ def _refuse_other_classes(known: list[str], dataset: Dataset, source: str) -> No
         mine, theirs = next(pair for pair in zip_longest(names, known) if pair[0] != pair[1])
         raise UserError(
             f"--teacher {source} knows other classes: {quote(theirs)} where the data have "
-            f"{quote(mine)}; give one that was trained on these",
-            USAGE,
+            f"{quote(mine)}; give one that was trained on these"
         )

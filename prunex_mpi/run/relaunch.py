@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -59,19 +60,6 @@ PROBE_LIMIT_S = 15.0
 EPILOG = """In COMMAND, which ends with the flags of the training, {hosts} stands for the hosts that
 answer as mpirun's --host and mpiexec's -hosts take them (a:4,b:4), {names} for their names alone
 (a,b), {nodes} and {ranks} for their numbers."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to start and where: the ranks of each host, the words of the command and of a probe."""
-
-    hosts: Mapping[str, int]
-    min_hosts: int
-    probe: str
-    tries: int
-    regrow_after: float
-    command: tuple[str, ...]
-    run: Path
 
 
 @dataclass
@@ -126,8 +114,11 @@ def build_parser() -> Parser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` asks for; raise UserError with one line that names the culprit."""
+def parse(argv: Sequence[str]) -> Namespace:
+    """Return what `argv` asks for; raise UserError with one line that names the culprit.
+
+    `hosts` are the ranks of each host, `command` the words to start, `run` the run's folder.
+    """
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     given, command = build_parser().parse_all(words[:end]), words[end + 1 :]
@@ -141,19 +132,19 @@ def parse(argv: Sequence[str]) -> Options:
         shlex.split(given.probe)
     except ValueError as error:
         raise UserError(f"--probe {quote(given.probe)}: {error}") from None
-    hosts = read_hosts(given.hosts) if given.hosts else slurm_hosts(os.environ)
-    check_range(given, "min_hosts", 1, len(hosts))
+    given.hosts = read_hosts(given.hosts) if given.hosts else slurm_hosts(os.environ)
+    check_range(given, "min_hosts", 1, len(given.hosts))
     check_range(given, "tries", 1, 99)
     if not given.regrow_after >= 0:
         raise UserError(f"--regrow-after must be at least 0, not {given.regrow_after}")
     if (racks := last_value(command, "--rack-of")).isdecimal():
         text = "once a host is lost, consecutive ones are not those of a rack"
         raise UserError(f"--rack-of {racks}: {text}; give a pattern of host names")
-    numbers = given.tries, given.regrow_after
     run = last_value(command, "--run-dir")
     if not run:
         raise UserError("give the training a --run-dir: its checkpoints are there")
-    return Options(hosts, given.min_hosts, given.probe, *numbers, tuple(command), Path(run))
+    given.command, given.run = command, Path(run)
+    return given
 
 
 def last_value(words: Sequence[str], flag: str) -> str:
@@ -194,7 +185,7 @@ def only_launcher(run: Path) -> Iterator[None]:
         yield
 
 
-def keep_going(options: Options, asked: Sequence[int]) -> int:
+def keep_going(options: Namespace, asked: Sequence[int]) -> int:
     """Start the job again and again, until signals have `asked` to end; return the exit code."""
     run, failures = options.run, 0
     # Where a job has trained; and until when those are left out with which one has not.
@@ -271,7 +262,7 @@ def why_no_more(job: Job, run: Path, asked: Sequence[int]) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def start(options: Options, hosts: Sequence[str], resumes: bool) -> Job:
+def start(options: Namespace, hosts: Sequence[str], resumes: bool) -> Job:
     """Start the job on `hosts` in a process group of its own; one that `resumes` is told so."""
     ranks = [options.hosts[name] for name in hosts]
     values = {
@@ -307,7 +298,7 @@ def said_ended(run: Path) -> Path:
 
 def attend(
     job: Job,
-    options: Options,
+    options: Namespace,
     asked: Sequence[int],
     change: Change | None,
     left_out: Mapping[str, float],
@@ -372,7 +363,7 @@ def attend(
     job.regrows = job.regrows and left.get("reason") == signal.SIGUSR1.name
 
 
-def note(options: Options, hosts: Sequence[str], change: Change) -> None:
+def note(options: Namespace, hosts: Sequence[str], change: Change) -> None:
     """Note in the run's files that it goes on, on which hosts, and what that has cost."""
     now, done = time.time(), sum(seconds for _, seconds in records(options.run)[-1:])
     line = {
@@ -434,7 +425,7 @@ def wait_until_free(run: Path, asked: Sequence[int]) -> None:
 
 
 def wait_for_hosts(
-    options: Options, asked: Sequence[int], left_out: Mapping[str, float]
+    options: Namespace, asked: Sequence[int], left_out: Mapping[str, float]
 ) -> list[str]:
     """Return the hosts that answer, as soon as there are enough of them; none at the end.
 

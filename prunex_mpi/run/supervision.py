@@ -17,7 +17,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import Diverged, UserError, log
-from prunex_mpi.base.files import METRICS
+from prunex_mpi.base.files import LAYERS, METRICS, RANKS
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.agreement import (
@@ -212,24 +212,22 @@ def recorded(
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the record and the status of each outer iteration, once it is in the run's files.
 
-    What is yielded has `exchange` as well: the seconds of each phase that this rank spent in
-    messages. Collective on `world`.
+    Collective on `world`.
     """
     ranks = RankRecords(topology)
     for record in outer_iterations(topology, context):
         context.heartbeat.enter("record")
         layers = record.pop("layers")
         status = record.pop("status")
-        rank = record.pop("rank")
-        row = ranks.gather(record["iteration"], rank)
+        row = ranks.gather(record["iteration"], record.pop("rank"))
         if files is not None:
             files.append(METRICS, [record])
-            files.append("layers.jsonl", layers)
-            files.append("ranks.jsonl", [row] if row else [])
+            files.append(LAYERS, layers)
+            files.append(RANKS, [row] if row else [])
         if context.state.position.clock.profiler is not None:
             context.state.position.clock.profiler.step()
         progress.update(record, context.state.position.steps_done, local_steps(context))
-        yield {**record, "exchange": rank["exchange"]}, status
+        yield record, status
 
 
 def write_last_checkpoint(

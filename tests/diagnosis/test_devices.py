@@ -272,7 +272,7 @@ def test_slurm_tasks_that_do_not_find_each_other_are_noticed(variables, lone, mo
     monkeypatch.setattr(os, "isatty", lambda _: True)
     check_launched_together(MPI.COMM_SELF)
     monkeypatch.setattr(os, "isatty", lambda _: False)
-    refused = pytest.raises(UserError, match="4 tasks.*--mpi=") if lone else nullcontext()
+    refused = pytest.raises(UserError, match=r"4 tasks.*--mpi=") if lone else nullcontext()
     with refused:
         check_launched_together(MPI.COMM_SELF)
 
