@@ -60,7 +60,7 @@ def import_function(what: str, name: str, purpose: str) -> Callable[..., Any]:
         if (plain := name.replace(".py:", ":")) != name:
             advice = f"did you mean {plain}?"
         raise UserError(
-            f"{what} {name}: cannot import {module_name!r} ({one_line(error)}): {advice}",
+            f"{what} {name}: cannot import {module_name!r} ({one_line(error)}): {advice}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -95,12 +95,12 @@ def check_named(
     if (name if whole else module) not in known:
         raise UserError(
             f"{where} names the {what} {quote(name)}, and importing it runs its code: if you trust "
-            f"it, repeat it as --{what} {name}",
+            f"it, repeat it as --{what} {name}"
         )
     if folder is not None and _is_inside(module, folder):
         raise UserError(
             f"the {what} {quote(name)} is a module inside {folder}, the folder that is read: move "
-            "it elsewhere",
+            "it elsewhere"
         )
 
 

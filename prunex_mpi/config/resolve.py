@@ -18,14 +18,7 @@ from prunex_mpi.base.files import FORMAT, tomllib
 from prunex_mpi.base.imports import hub_defaults, hub_folder
 from prunex_mpi.config.checks import check_given, check_together, first_at_target
 from prunex_mpi.methods.declared import METHODS, OPTIMIZER_DEFAULTS
-from prunex_mpi.settings.fields import (
-    DATASET_DEFAULTS,
-    OF_THE_JOB,
-    SHARED,
-    TEXT,
-    Settings,
-    key_of,
-)
+from prunex_mpi.settings.fields import DATASET_DEFAULTS, OF_THE_JOB, SHARED, TEXT, Settings, key_of
 from prunex_mpi.settings.method import Method
 from prunex_mpi.settings.values import AUTO, convert, in_words, left_open, setting
 

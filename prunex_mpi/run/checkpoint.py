@@ -257,9 +257,7 @@ def _first_reason(world: MPI.Comm, mine: str) -> str:
 
 
 def without_copies(
-    topology: Topology,
-    tensors: dict[str, Tensor],
-    numbers: dict[str, Any],
+    topology: Topology, tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what this rank has to write of its tensors, CPU, and numbers that name the rest.
 

@@ -101,10 +101,7 @@ def set_aside(run: Path, name: str) -> Path:
 
 
 def write_rank_file(
-    folder: Path,
-    rank: int,
-    tensors: dict[str, Tensor],
-    numbers: dict[str, Any],
+    folder: Path, rank: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> FileRecord:
     """Write what one rank holds, through to the disk; return the file's size and checksum.
 
@@ -115,9 +112,7 @@ def write_rank_file(
 
 
 def save_tensors(
-    tensors: dict[str, Tensor],
-    path: Path,
-    metadata: dict[str, str] | None = None,
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> FileRecord:
     """Write a safetensors file, through to the disk; return its size and checksum.
 
@@ -177,11 +172,7 @@ def leaders_in(manifest: dict[str, Any]) -> list[int]:
 
 
 def read_rank_file(
-    run: Path,
-    name: str,
-    rank: int,
-    record: FileRecord,
-    keys: Sequence[str] | None = None,
+    run: Path, name: str, rank: int, record: FileRecord, keys: Sequence[str] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what one rank wrote; raise DamagedCheckpoint unless every bit is as written.
 

@@ -46,13 +46,7 @@ from prunex_mpi.run.pretrained import read_initial
 from prunex_mpi.run.problem import load_dataset, share_contents
 from prunex_mpi.run.program import print_result
 from prunex_mpi.run.summary import add_up, closing_table, mean_speed
-from prunex_mpi.run.supervision import (
-    Checkpoints,
-    check_exchange,
-    train,
-    write_checkpoint,
-    write_last_checkpoint,
-)
+from prunex_mpi.run.supervision import Checkpoints, check_exchange, train
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
@@ -137,20 +131,19 @@ def run(
                     tell(topology, files, context, kept)
             if kept:
                 begin(topology, context, str(path), kept)
-            checkpoints = Checkpoints(settings.checkpoint_every, received)
+            checkpoints = Checkpoints(topology, files, settings.checkpoint_every, received)
             if kept and kept.too_few:
-                write_checkpoint(topology, files, context, checkpoints)
+                checkpoints.write(context)
                 status, reason = "preempted", f"{kept.loss.describe()} lost: --min-nodes"
             else:
-                around = topology, files, context, checkpoints, received, deadline
-                status, reason = train(*around, kept)
+                status, reason = train(topology, files, context, checkpoints, deadline, kept)
 
             heartbeat.enter("finish")
             if status == "preempted":
                 totals = {"status": status, "reason": reason}
             else:
                 totals = deliver(topology, files, context, status, dataset)
-                write_last_checkpoint(topology, files, context, checkpoints)
+                checkpoints.write_last(context)
                 heartbeat.enter("finish")
                 totals |= {"seconds_total": time.time() - started, "resumed": restores}
                 totals |= {"changes": kept.changes} if kept else {}

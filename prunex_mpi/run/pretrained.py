@@ -210,11 +210,7 @@ def locate(settings: Settings) -> tuple[Path, Moments | None]:
 
 
 def find_teacher(
-    world: MPI.Comm,
-    settings: Settings,
-    model: nn.Module,
-    dataset: Dataset,
-    heartbeat: Heartbeat,
+    world: MPI.Comm, settings: Settings, model: nn.Module, dataset: Dataset, heartbeat: Heartbeat
 ) -> tuple[Settings, nn.Module, Moments | None]:
     """Return the settings with the digest of `--teacher`, its network, and its normalisation.
 

@@ -62,12 +62,15 @@ TRACED = 3
 
 
 class Checkpoints:
-    """Decide when checkpoints are due; count them in `count` and their time in `seconds`.
+    """Decide when checkpoints are due, and write them; `count` them, and their `seconds`.
 
-    `received` is told what is kept.
+    `files` is None on all ranks but world rank 0; `received` is told what is kept.
     """
 
-    def __init__(self, every: str, received: ReceivedSignal) -> None:
+    def __init__(
+        self, topology: Topology, files: RunDirectory | None, every: str, received: ReceivedSignal
+    ) -> None:
+        self.topology, self.files = topology, files
         self.every, self.received = every, received
         self.count, self.seconds, self.last_s = 0, 0.0, 0.0
         # The first one soon: it shows that there is room, and little is lost without it.
@@ -81,10 +84,49 @@ class Checkpoints:
             return iteration % int(self.every) == 0
         return time.monotonic() - self.ended > max(SHORTEST_INTERVAL_S, self.last_s / WRITING_SHARE)
 
-    def save(self, topology: Topology, files: RunDirectory | None, context: RunContext) -> None:
+    def due_on_rank_0(self, iteration: int) -> bool:
+        """Return whether rank 0 finds one due. Collective on `world`."""
+        due = np.array([self.due(iteration)], dtype=np.uint8)
+        self.topology.world.Bcast(due, root=0)
+        return bool(due[0])
+
+    def write(self, context: RunContext) -> None:
+        """Write one and note what it took; raise Diverged where it would be of no use.
+
+        Collective on `world`.
+        """
+        context.heartbeat.enter("checkpoint")
+        if context.helper is not None:
+            # What has arrived is written with the rest, and waits for its step in both runs.
+            context.helper.finish()
+        check_finite(self.topology, context)
+        self.save(context)
+        if context.stop is not None:
+            context.stop.reserve_s = RESERVE * self.last_s
+
+    def write_last(self, context: RunContext) -> None:
+        """Write the last one of a complete run, unless there are to be none.
+
+        It comes before summary.json, so that a job that ends between them goes on from it to its
+        results. The run is complete without it: where it can't be written that is said, and no
+        more. Collective on `world`.
+        """
+        if self.every == "off":
+            return
+        context.heartbeat.enter("checkpoint")
+        try:
+            self.save(context)
+        except UserError as error:
+            log.warning("the run is complete, but its last checkpoint is missing: %s", error)
+            if self.files is not None:
+                # On a full disk what was written of it takes the room of summary.json.
+                with suppress(OSError):
+                    checkpoint_files.remove_partial(self.files.path)
+
+    def save(self, context: RunContext) -> None:
         """Write one, and count it. Collective on `world`."""
         started = time.monotonic()
-        checkpoint.save(topology, files, context)
+        checkpoint.save(self.topology, self.files, context)
         self.ended = time.monotonic()
         self.last_s = self.ended - started
         self.count, self.seconds = self.count + 1, self.seconds + self.last_s
@@ -96,7 +138,6 @@ def train(
     files: RunDirectory | None,
     context: RunContext,
     checkpoints: Checkpoints,
-    received: ReceivedSignal,
     deadline: float | None,
     kept: InMemoryCheckpoint | None = None,
 ) -> tuple[str, str]:
@@ -105,7 +146,7 @@ def train(
     `files` is None on all ranks but world rank 0. With `kept` each outer iteration is kept in
     memory. Raises Diverged on every rank. Collective on `world`.
     """
-    settings = context.settings
+    settings, received = context.settings, checkpoints.received
     with (
         stop_agreement(topology.world, received, deadline, topology.made) as stop,
         exchanging_asynchronously(topology, overlaps_steps(settings), context.transport) as helper,
@@ -190,21 +231,14 @@ def iterate(
                 continue
             if kept:
                 keep(topology, files, context, kept)
-            if is_due(topology.world, checkpoints, record["iteration"]):
-                write_checkpoint(topology, files, context, checkpoints)
+            if checkpoints.due_on_rank_0(record["iteration"]):
+                checkpoints.write(context)
     if context.stop is not None and context.stop.reason:
         # The run could not go on from there.
         check_errors(topology, context)
-        write_checkpoint(topology, files, context, checkpoints)
+        checkpoints.write(context)
         return "preempted"
     return status
-
-
-def is_due(world: MPI.Comm, checkpoints: Checkpoints, iteration: int) -> bool:
-    """Return whether rank 0 finds a checkpoint due. Collective on `world`."""
-    due = np.array([checkpoints.due(iteration)], dtype=np.uint8)
-    world.Bcast(due, root=0)
-    return bool(due[0])
 
 
 def recorded(
@@ -228,45 +262,6 @@ def recorded(
             context.state.position.clock.profiler.step()
         progress.update(record, context.state.position.steps_done, local_steps(context))
         yield record, status
-
-
-def write_last_checkpoint(
-    topology: Topology, files: RunDirectory | None, context: RunContext, checkpoints: Checkpoints
-) -> None:
-    """Write the last one of a complete run, unless there are to be none.
-
-    It comes before summary.json, so that a job that ends between them goes on from it to its
-    results. The run is complete without it: where it can't be written that is said, and no more.
-    Collective on `world`.
-    """
-    if checkpoints.every == "off":
-        return
-    context.heartbeat.enter("checkpoint")
-    try:
-        checkpoints.save(topology, files, context)
-    except UserError as error:
-        log.warning("the run is complete, but its last checkpoint is missing: %s", error)
-        if files is not None:
-            # On a full disk what was written of it takes the room of summary.json.
-            with suppress(OSError):
-                checkpoint_files.remove_partial(files.path)
-
-
-def write_checkpoint(
-    topology: Topology, files: RunDirectory | None, context: RunContext, checkpoints: Checkpoints
-) -> None:
-    """Write a checkpoint and note what it took; raise Diverged where it would be of no use.
-
-    Collective on `world`.
-    """
-    context.heartbeat.enter("checkpoint")
-    if context.helper is not None:
-        # What has arrived is written with the rest, and waits for its step in both runs.
-        context.helper.finish()
-    check_finite(topology, context)
-    checkpoints.save(topology, files, context)
-    if context.stop is not None:
-        context.stop.reserve_s = RESERVE * checkpoints.last_s
 
 
 # --------------------------------------------------------------------------------------------------
