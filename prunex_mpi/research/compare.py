@@ -58,8 +58,7 @@ from prunex_mpi.core.grouping import make_groups
 from prunex_mpi.core.schedule import steps_with, total_steps
 from prunex_mpi.data.request import Request
 from prunex_mpi.data.text import TextSet
-from prunex_mpi.diagnosis.devices import resolve_mpi_buffers
-from prunex_mpi.diagnosis.facts import recorded_versions
+from prunex_mpi.diagnosis.devices import recorded_versions, resolve_mpi_buffers
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.plan import OWN_LENGTH, Options, Row, Run

@@ -45,7 +45,7 @@ from prunex_mpi.data.image_files import CONTENTS, read_share
 from prunex_mpi.data.request import TEST, Known, Part, Request
 from prunex_mpi.data.text import TextSet, WindowStream, take_windows, window_batches
 from prunex_mpi.data.text_files import Text, Tokenizer, forget, map_text, prepare
-from prunex_mpi.diagnosis.facts import gpu_identity
+from prunex_mpi.diagnosis.devices import gpu_identity
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import seed_all
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from

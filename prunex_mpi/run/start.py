@@ -40,8 +40,13 @@ from prunex_mpi.core.task import find_losses
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.request import Known, Request
 from prunex_mpi.data.text import TextSet
-from prunex_mpi.diagnosis.devices import choose_device, keep_freed_memory, resolve_mpi_buffers
-from prunex_mpi.diagnosis.facts import gather_facts, recorded_versions
+from prunex_mpi.diagnosis.devices import (
+    choose_device,
+    gather_facts,
+    keep_freed_memory,
+    recorded_versions,
+    resolve_mpi_buffers,
+)
 from prunex_mpi.diagnosis.findings import check_agreement, check_launcher, errors
 from prunex_mpi.diagnosis.machine import describe_machine
 from prunex_mpi.diagnosis.ranks import check_ranks
