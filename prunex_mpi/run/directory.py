@@ -301,23 +301,17 @@ def newest_checkpoint(run: Path) -> tuple[int, int]:
     return max(found)
 
 
-def summary(run: Path) -> dict[str, Any]:
-    """Return what a job says of its end, {} where it has not come to say it."""
-    with contextlib.suppress(UserError):
-        return read_summary(run)
+def summary(run: Path, since: float = 0.0) -> dict[str, Any]:
+    """Return what a job has said `since` that time of its end, which is the last it does, or {}."""
+    with contextlib.suppress(OSError, UserError):
+        if (run / SUMMARY).stat().st_mtime >= since:
+            return read_summary(run)
     return {}
 
 
 def is_complete(run: Path, since: float = 0.0) -> bool:
     """Return whether a job has come to the end of the run, and said so `since` that time."""
-    return has_left(run, since) and summary(run).get("status") in COMPLETE
-
-
-def has_left(run: Path, since: float) -> bool:
-    """Return whether a job has said `since` that time how it ends, which is the last it does."""
-    with contextlib.suppress(OSError):
-        return (run / SUMMARY).stat().st_mtime >= since
-    return False
+    return summary(run, since).get("status") in COMPLETE
 
 
 def what_is_lost(run: Path, at: float) -> tuple[int, float]:

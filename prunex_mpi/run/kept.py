@@ -58,11 +58,8 @@ class LostNodes:
 
     def describe(self) -> str:
         """Return it in words."""
-        what = "ranks", self.ranks
-        if self.nodes:
-            what = "nodes", self.nodes
-        name = what[0] if len(what[1]) > 1 else what[0][:-1]
-        return f"{name} {', '.join(map(str, what[1]))}"
+        kind, numbers = ("node", self.nodes) if self.nodes else ("rank", self.ranks)
+        return f"{kind}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def born(pid: int) -> str:

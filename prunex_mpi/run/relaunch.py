@@ -28,7 +28,6 @@ from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserEr
 from prunex_mpi.base.files import DIVERGED, METRICS, NODES, no_links
 from prunex_mpi.config.cli import Parser, check_range, program_parser
 from prunex_mpi.run.directory import (
-    has_left,
     is_complete,
     is_held,
     newest_checkpoint,
@@ -352,7 +351,7 @@ def attend(
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
-    left = summary(run) if has_left(run, job.began) else {}
+    left = summary(run, job.began)
     if is_complete(run, job.began):
         # What ranks and launcher do after that is nothing to the run: MPI may fail to end.
         code = 0

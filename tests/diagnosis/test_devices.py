@@ -18,7 +18,6 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.comm.topology import build_topology, free_topology
 from prunex_mpi.diagnosis import devices
-from prunex_mpi.diagnosis.findings import check_launcher, errors
 from prunex_mpi.run.start import check_launched_together
 
 pytestmark = pytest.mark.jobs
@@ -275,7 +274,3 @@ def test_slurm_tasks_that_do_not_find_each_other_are_noticed(variables, lone, mo
     refused = pytest.raises(UserError, match=r"4 tasks.*--mpi=") if lone else nullcontext()
     with refused:
         check_launched_together(MPI.COMM_SELF)
-
-
-def test_a_job_of_several_ranks_is_no_singleton():
-    assert errors(check_launcher(2, {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"})) == []
