@@ -347,7 +347,7 @@ def forward(context: RunContext, images: Tensor, labels: Tensor) -> Tensor:
 
 
 class RankRecords:
-    """Gather one row of numbers per rank and outer iteration, into memory that is allocated once.
+    """Gather one row of numbers per rank and outer iteration.
 
     Making one is collective on `world`.
     """
@@ -355,9 +355,6 @@ class RankRecords:
     def __init__(self, topology: Topology) -> None:
         self.world = topology.world
         self.begins, self.every = True, -(-self.world.size // RANKS_EACH)
-        columns = len(PARTS) * len(RANK_PHASES) + 1 + len(RESIDUALS)
-        self.mine = np.zeros(columns)
-        self.everyone = np.zeros((self.world.size if self.world.rank == 0 else 0, columns))
         self.nodes = gather_counts(self.world, topology.node_index)
         names = gather_text(self.world, socket.gethostname())
         # Of a node of virtual ones too: all its ranks share a machine, or its first rank's counts.
@@ -375,13 +372,12 @@ class RankRecords:
             return None
         self.begins = False
         values = [rank[part][phase] for part in PARTS for phase in RANK_PHASES]
-        values.append(rank["broadcast"])
-        self.mine[: len(values)] = values
-        self.mine[len(values) :] = [rank["residuals"].get(name, 0.0) for name in RESIDUALS]
-        self.world.Gather(self.mine, self.everyone, root=0)
+        values += [rank["broadcast"], *(rank["residuals"].get(name, 0.0) for name in RESIDUALS)]
+        everyone = np.empty((self.world.size if self.world.rank == 0 else 0, len(values)))
+        self.world.Gather(np.array(values, dtype=np.float64), everyone, root=0)
         if self.world.rank:
             return None
-        columns = iter(self.everyone.T)
+        columns = iter(everyone.T)
         row: dict[str, Any] = {"iteration": iteration, "node": self.nodes}
         if self.hosts:
             row["hosts"], self.hosts = self.hosts, []
