@@ -41,7 +41,7 @@ from prunex_mpi.run import checkpoint, directory, start
 from prunex_mpi.run.checkpoint_files import save_tensors
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
-from prunex_mpi.run.kept import InMemoryCheckpoint, begin, put_back, tell
+from prunex_mpi.run.kept import InMemoryCheckpoint
 from prunex_mpi.run.pretrained import read_initial
 from prunex_mpi.run.problem import load_dataset, share_contents
 from prunex_mpi.run.program import print_result
@@ -125,12 +125,12 @@ def run(
                     text = "%s is of the network as it was before: export again in the end"
                     log.warning(text, path / EXPORTED)
                 heartbeat.enter("checkpoint")
-                if not (again and put_back(topology, files, context, kept)):
+                if not (again and kept.put_back(topology, files, context)):
                     checkpoint.resume(topology, files, context, versions)
                 if again:
-                    tell(topology, files, context, kept)
+                    kept.tell(topology, files, context)
             if kept:
-                begin(topology, context, str(path), kept)
+                kept.begin(topology, context, str(path))
             checkpoints = Checkpoints(topology, files, settings.checkpoint_every, received)
             if kept and kept.too_few:
                 checkpoints.write(context)

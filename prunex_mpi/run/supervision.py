@@ -42,7 +42,7 @@ from prunex_mpi.methods.stepper import Stepper
 from prunex_mpi.models import batchnorm
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.kept import InMemoryCheckpoint, keep
+from prunex_mpi.run.kept import InMemoryCheckpoint
 from prunex_mpi.run.pretrained import evaluate_initial
 from prunex_mpi.run.summary import Progress
 from prunex_mpi.settings.fields import Settings
@@ -230,7 +230,7 @@ def iterate(
             if status != "running":
                 continue
             if kept:
-                keep(topology, files, context, kept)
+                kept.keep(topology, files, context)
             if checkpoints.due_on_rank_0(record["iteration"]):
                 checkpoints.write(context)
     if context.stop is not None and context.stop.reason:

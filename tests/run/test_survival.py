@@ -18,7 +18,7 @@ from prunex_mpi.base.errors import log
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.lasting import SUM
 from prunex_mpi.run import kept as kept_module
-from prunex_mpi.run.kept import InMemoryCheckpoint, LostNodes, Member, tell
+from prunex_mpi.run.kept import InMemoryCheckpoint, LostNodes, Member
 from prunex_mpi.run.survival import divide, together
 
 FAULTY = str(Path(__file__).parents[1] / "harness" / "faulty.py")
@@ -149,7 +149,7 @@ def test_a_line_says_what_is_lost_with_a_node(memory, told, caplog, monkeypatch)
     kept = InMemoryCheckpoint(make(), loss=LostNodes((1,), (2, 3)))
     topology = SimpleNamespace(world_size=2, num_nodes=1)
     with caplog.at_level("INFO", log.name):
-        tell(topology, None, SimpleNamespace(state=state, problem=problem), kept)
+        kept.tell(topology, None, SimpleNamespace(state=state, problem=problem))
     assert told in caplog.text
 
 
