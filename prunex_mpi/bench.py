@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from prunex_mpi.base.single_process import run_single_process
 from prunex_mpi.research import bench as sections
 from prunex_mpi.research import plan
-from prunex_mpi.run.program import run_program, watched
+from prunex_mpi.run.program import run_program, run_single_process, watched
 
 if TYPE_CHECKING:
     from mpi4py import MPI

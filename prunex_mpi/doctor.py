@@ -9,8 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from prunex_mpi.config.cli import convert_flag
-from prunex_mpi.config.parser import Parser, add_timeout, program_parser
+from prunex_mpi.config.cli import Parser, add_timeout, convert_flag, program_parser
 from prunex_mpi.config.resolve import make
 from prunex_mpi.run.program import run_program, watched
 

@@ -6,6 +6,7 @@ time.
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
 from prunex_mpi.base.signals import asked_to_end
@@ -15,18 +16,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Keep the run going and return its exit code."""
     with asked_to_end() as asked:
         from prunex_mpi.base.errors import FAILURE, UserError
-        from prunex_mpi.base.single_process import open_closed_streams, say_error
+        from prunex_mpi.run.program import run_single_process
         from prunex_mpi.run.relaunch import NAME, keep_going, parse
 
-        open_closed_streams()
-        try:
-            return keep_going(parse(sys.argv[1:] if argv is None else argv), asked)
-        except UserError as error:
-            say_error(NAME, error)
-            return error.exit_code
-        except OSError as error:
-            say_error(NAME, UserError(str(error), FAILURE))
-            return FAILURE
+        def keep(options: Namespace) -> int:
+            try:
+                return keep_going(options, asked)
+            except OSError as error:
+                raise UserError(str(error), FAILURE) from None
+
+        return run_single_process(NAME, parse, keep, argv)
 
 
 if __name__ == "__main__":

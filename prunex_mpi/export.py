@@ -10,8 +10,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from prunex_mpi.base.single_process import run_single_process
-from prunex_mpi.config.parser import Parser, add_own_model, check_range, program_parser
+from prunex_mpi.config.cli import Parser, add_own_model, check_range, program_parser
+from prunex_mpi.run.program import run_single_process
 
 DEVICES = ("auto", "cpu", "cuda")
 PROOF_IMAGES, REPEAT = 2000, 7

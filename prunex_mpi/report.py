@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from prunex_mpi.base.single_process import run_single_process
-from prunex_mpi.config.parser import Parser, program_parser
+from prunex_mpi.config.cli import Parser, program_parser
+from prunex_mpi.run.program import run_single_process
 
 
 def build_parser() -> Parser:

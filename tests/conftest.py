@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import log
 
 # Every rank of a parallel test and the oracle in one process must add in the same order.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

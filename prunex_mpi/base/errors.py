@@ -1,6 +1,8 @@
-"""Errors that a user can cause, each with its exit code, and what their messages are made of."""
+"""What users are told: errors with their exit codes, what messages are made of, and log records."""
 
 import difflib
+import logging
+import sys
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
@@ -8,8 +10,6 @@ FAILURE = 1
 USAGE = 2
 UNREADABLE = 3
 PREEMPTED = 75
-# From 0 to 1: how much of two words is the same, at least, where the one stands for the other.
-NEAR = 0.6
 # Names that other trainers have for what is no near word here.
 ELSEWHERE = {
     "learning-rate": "lr",
@@ -21,6 +21,8 @@ ELSEWHERE = {
 }
 # Of several names, how many a message shows.
 SHOWN_NAMES = 3
+
+log = logging.getLogger("prunex_mpi")
 
 
 class UserError(Exception):
@@ -81,7 +83,7 @@ def meant(word: str, valid: Iterable[str], otherwise: str = "") -> str:
     """Return "; did you mean X?" with the valid word that looks like `word`, else `otherwise`."""
     plain = {_plain(name): name for name in valid}
     written = _plain(word)
-    found = difflib.get_close_matches(ELSEWHERE.get(written, written), plain, 1, NEAR)
+    found = difflib.get_close_matches(ELSEWHERE.get(written, written), plain, n=1)
     if not found:
         return otherwise
     name = plain[found[0]]
@@ -91,3 +93,19 @@ def meant(word: str, valid: Iterable[str], otherwise: str = "") -> str:
 def _plain(word: str) -> str:
     """Return a word without what is often written another way."""
     return word.lower().lstrip("-").replace("_", "-")
+
+
+class _OneLine(logging.Formatter):
+    """Format a record as one line, whatever names of files and classes are in it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
+def set_up_logging(rank: int, size: int) -> None:
+    """Send records to standard error; ranks other than 0 say warnings and worse only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine(f"[{rank}/{size}] %(message)s"))
+    log.handlers = [handler]
+    log.propagate = False
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -9,11 +9,11 @@ import socket
 import stat
 import sys
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from prunex_mpi.base.errors import FAILURE, UserError, quote
 from prunex_mpi.base.units import MIB
@@ -22,8 +22,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # noqa: F401
-
-T = TypeVar("T")
 
 CHUNK_BYTES = 4 * MIB
 # Of checkpoints, configurations and exported networks: a file of another number is refused.
@@ -184,10 +182,11 @@ def prepare_file(path: str) -> None:
         raise UserError(f"--json {quote(path, 250)}: {error.strerror}; choose another") from None
 
 
-def telling_disk_errors(what: str, action: Callable[[], T]) -> T:
-    """Return `action()`; say in a UserError why `what` can't be written."""
+@contextmanager
+def telling_disk_errors(what: str) -> Iterator[None]:
+    """Say in a UserError why `what` can't be written in the block, or by the function below it."""
     try:
-        return action()
+        yield
     except OSError as error:
         raise UserError(
             f"{what} can't be written: {error.strerror or error}; "

@@ -1,4 +1,7 @@
-"""Import what users name as `package.module:function`, and nothing that files alone name."""
+"""Import what users name as `package.module:function`, and nothing that files alone name.
+
+And say which packages something needs that are not installed.
+"""
 
 import filecmp
 import importlib
@@ -9,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prunex_mpi.base.errors import USAGE, UserError, one_line, quote
+from prunex_mpi.base.errors import UserError, one_line, quote
 from prunex_mpi.base.files import TOKENIZER
 
 # Before the folder of a model that `transformers` has saved, which names no code.
@@ -21,29 +24,25 @@ def hub_folder(model: str) -> str:
     return model.removeprefix(HUB) if model.startswith(HUB) else ""
 
 
-def hub_defaults(model: str) -> dict[str, str]:
-    """Return the settings that name what is in the folder of a model, {} for other models."""
-    folder = hub_folder(model)
-    tokenizer = os.path.join(folder, TOKENIZER)
-    found = {"init_from": folder, "tokenizer": tokenizer}
-    return {name: path for name, path in found.items() if folder and os.path.exists(path)}
+def hub_defaults(model: str, given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that name what is in the folder of a model that `transformers` has saved.
 
-
-def check_hub_tokenizer(own: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Raise UserError for another tokenizer than that of the folder that weights come from.
-
-    `own` are `hub_defaults`, `given` settings by name. Weights fit a smaller vocabulary as well.
+    `given` are settings by name. Raises UserError for another tokenizer than that of the folder
+    that weights come from: weights fit a smaller vocabulary as well.
     """
+    folder = hub_folder(model)
+    paths = {"init_from": folder, "tokenizer": os.path.join(folder, TOKENIZER)}
+    own = {name: path for name, path in paths.items() if os.path.exists(path)}
     theirs, name = own.get("tokenizer"), given.get("tokenizer")
     weights = given.get("init_from", own.get("init_from")) == own.get("init_from")
     if not (theirs and name and weights):
-        return
+        return own
     if not (os.path.exists(name) and filecmp.cmp(theirs, name, shallow=False)):
         raise UserError(
             f"--tokenizer {name} is not {theirs}, which the weights are of: leave it away, or "
-            "begin with fresh weights (--init-from '')",
-            USAGE,
+            "begin with fresh weights (--init-from '')"
         )
+    return own
 
 
 def import_function(what: str, name: str, purpose: str) -> Callable[..., Any]:
@@ -61,14 +60,11 @@ def import_function(what: str, name: str, purpose: str) -> Callable[..., Any]:
         if (plain := name.replace(".py:", ":")) != name:
             advice = f"did you mean {plain}?"
         raise UserError(
-            f"{what} {name}: cannot import {module_name!r} ({one_line(error)}): {advice}",
-            USAGE,
+            f"{what} {name}: cannot import {module_name!r} ({one_line(error)}): {advice}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise UserError(
-            f"{what} {name}: {module_name} has no function {attribute!r} {purpose}", USAGE
-        )
+        raise UserError(f"{what} {name}: {module_name} has no function {attribute!r} {purpose}")
     return function
 
 
@@ -99,14 +95,12 @@ def check_named(
     if (name if whole else module) not in known:
         raise UserError(
             f"{where} names the {what} {quote(name)}, and importing it runs its code: if you trust "
-            f"it, repeat it as --{what} {name}",
-            USAGE,
+            f"it, repeat it as --{what} {name}"
         )
     if folder is not None and _is_inside(module, folder):
         raise UserError(
             f"the {what} {quote(name)} is a module inside {folder}, the folder that is read: move "
-            "it elsewhere",
-            USAGE,
+            "it elsewhere"
         )
 
 
@@ -127,9 +121,8 @@ def named_in(argv: Iterable[str]) -> set[str]:
     return {word.partition("=")[2] if word.startswith("--") else word for word in argv}
 
 
-def check_foreign(names: Mapping[str, str], argv: Iterable[str], run_dir: str) -> None:
-    """Raise UserError for functions, by setting, that the files of a run alone name, not flags."""
-    given = named_in(argv)
-    for what, name in names.items():
-        folder = Path(run_dir) if run_dir else None
-        check_named(what, name, given, "the file of --config or of the run", folder)
+def require_packages(what: str, extra: str, *packages: str) -> None:
+    """Raise UserError unless `packages` are installed, which `what` needs and an extra brings."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UserError(f'{what} needs {" and ".join(missing)}: pip install "prunex_mpi[{extra}]"')

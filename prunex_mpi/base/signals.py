@@ -79,22 +79,11 @@ def abort_job(world: Any) -> None:
     world.Abort(FAILURE)
 
 
-@dataclass
-class Asked:
-    """How often this process was asked to end."""
-
-    times: int = 0
-
-
 @contextmanager
-def asked_to_end() -> Iterator[Asked]:
-    """Count the SIGNALS, for the time of the block."""
-    asked = Asked()
-
-    def count(*_: object) -> None:
-        asked.times += 1
-
-    with handling(SIGNALS, count):
+def asked_to_end() -> Iterator[list[int]]:
+    """Collect the SIGNALS that come in the time of the block."""
+    asked: list[int] = []
+    with handling(SIGNALS, lambda number, _: asked.append(number)):
         yield asked
 
 

@@ -18,9 +18,8 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, log
 from prunex_mpi.base.limits import cores_of, cpu_limit
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     count_same,

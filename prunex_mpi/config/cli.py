@@ -1,18 +1,19 @@
-"""Read settings from the command line and from the file of `--config`."""
+"""The flags of all programs; read settings from them and from the file of `--config`."""
 
 import argparse
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, quote
+from prunex_mpi import __version__
+from prunex_mpi.base.errors import UNREADABLE, UserError, meant, quote
 from prunex_mpi.base.files import TOKENIZER, regular_only, tomllib
-from prunex_mpi.base.imports import check_foreign
-from prunex_mpi.config.parser import Parser, program_parser
+from prunex_mpi.base.imports import check_named, named_in
 from prunex_mpi.config.resolve import (
     BY_NAME,
     FIELDS,
@@ -26,7 +27,7 @@ from prunex_mpi.config.resolve import (
     resumed,
 )
 from prunex_mpi.settings.fields import Settings, key_of
-from prunex_mpi.settings.values import AUTO, choices_shown, convert, in_words, left_open
+from prunex_mpi.settings.values import choices_shown, convert, in_words, left_open
 
 # Say which folder a run lies in, and that it goes on: who repeats a run does not mean that.
 OF_THE_FOLDER = ("run_dir", "resume")
@@ -45,6 +46,82 @@ pruning, exchange between nodes and dual updates (phases 2 to 5).
 
 --help all prints every flag."""
 _METAVARS = {int: "N", float: "X", Fraction: "N|P/Q", str: "NAME"}
+
+# --------------------------------------------------------------------------------------------------
+# What the parsers of all programs share
+# --------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Raise UserError where argparse would print its usage and exit."""
+
+    def __init__(self, **rules: Any) -> None:
+        super().__init__(**rules)
+        # argparse takes -1e-3 for a flag, and -1 for a number.
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(" ".join(message.split()) + "; see --help")
+
+    def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse `argv`; raise UserError that names the first word that no flag takes."""
+        given, rest = self.parse_known_args(list(argv))
+        if not rest:
+            return given
+        word = next((word for word in rest if word.startswith("-")), None)
+        if word is None:
+            raise UserError(
+                f"unexpected argument {quote(rest[0])}: values follow a flag, switches take none"
+            )
+        flag = word.partition("=")[0]
+        flags = [name for action in self._actions for name in action.option_strings]
+        named = flag if re.fullmatch(r"[\w-]{1,60}", flag) else quote(flag)
+        raise UserError(f"unknown flag {named}{meant(flag, flags, '; see --help')}")
+
+
+def program_parser(program: str, description: str, epilog: str = "", **rules: Any) -> Parser:
+    """Return the parser of `python -m prunex_mpi.PROGRAM`; `rules` go to argparse."""
+    parser = Parser(
+        prog=f"python -m prunex_mpi.{program}",
+        description=description,
+        epilog=epilog or None,
+        allow_abbrev=False,
+        **rules,
+    )
+    parser.add_argument("--version", action="version", version=f"prunex_mpi {__version__}")
+    return parser
+
+
+def add_timeout(parser: Parser, default_s: float) -> None:
+    """Let `parser` know --timeout, which is kept as text: it is converted as that of train is."""
+    parser.add_argument(
+        "--timeout",
+        default=f"{default_s:g}",
+        metavar="X",
+        help=f"seconds without progress before the job is ended [{default_s:g}]",
+    )
+
+
+def add_own_model(parser: Parser) -> None:
+    """Let `parser` know --model, which repeats the own model of the run that is read."""
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="repeat the run's own model, package.module:factory: importing it runs its code",
+    )
+
+
+def check_range(given: argparse.Namespace, name: str, low: int, high: int) -> None:
+    """Raise UserError unless the flag `--name` was given a number from `low` to `high`."""
+    value = getattr(given, name)
+    if not low <= value <= high:
+        raise UserError(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings
+# --------------------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -218,21 +295,18 @@ def convert_flag(name: str, text: Any) -> Any:
     """Convert the text, or the list of texts, of one flag."""
     field, where = FIELDS[name], f"--{key_of(name)}"
     kind = (*get_args(field.type), field.type)[0]
-    if field.metadata.get("auto") and text == "auto":
-        return AUTO
     if kind in (int, float) and not field.metadata.get("share"):
-        texts = text if isinstance(text, list) else [text]
-        numbers = [_to_number(kind, item, where) for item in texts]
-        return convert(field, numbers if isinstance(text, list) else numbers[0], where)
+        many = isinstance(text, list)
+        text = [_number(kind, item) for item in text] if many else _number(kind, text)
     return convert(field, text, where)
 
 
-def _to_number(kind: type, text: str, where: str) -> float:
+def _number(kind: type, text: str) -> float | str:
+    """Return the number that a text is, or the text, which is refused where no word may stand."""
     try:
         return kind(text)
     except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
-        raise UserError(f"{where} must be {wanted}, not {quote(text)}") from None
+        return text
 
 
 def read_flags(argv: Sequence[str]) -> Settings:
@@ -240,7 +314,8 @@ def read_flags(argv: Sequence[str]) -> Settings:
 
     Raises UserError also for modules to import that a file alone names.
     """
-    settings = parse(argv)
-    names = {what: getattr(settings, what) for what in ("model", "dataset", "loss")}
-    check_foreign(names, argv, settings.run_dir if settings.resume else "")
+    settings, where = parse(argv), "the file of --config or of the run"
+    folder = Path(settings.run_dir) if settings.resume else None
+    for what in ("model", "dataset", "loss"):
+        check_named(what, getattr(settings, what), named_in(argv), where, folder)
     return settings

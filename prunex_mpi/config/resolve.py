@@ -15,17 +15,10 @@ import tomli_w
 
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.base.files import FORMAT, tomllib
-from prunex_mpi.base.imports import check_hub_tokenizer, hub_defaults, hub_folder
+from prunex_mpi.base.imports import hub_defaults, hub_folder
 from prunex_mpi.config.checks import check_given, check_together, first_at_target
 from prunex_mpi.methods.declared import METHODS, OPTIMIZER_DEFAULTS
-from prunex_mpi.settings.fields import (
-    DATASET_DEFAULTS,
-    OF_THE_JOB,
-    SHARED,
-    TEXT,
-    Settings,
-    key_of,
-)
+from prunex_mpi.settings.fields import DATASET_DEFAULTS, OF_THE_JOB, SHARED, TEXT, Settings, key_of
 from prunex_mpi.settings.method import Method
 from prunex_mpi.settings.values import AUTO, convert, in_words, left_open, setting
 
@@ -137,16 +130,13 @@ def _to_table(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
         if concerns(name, BY_NAME[values["method"]]):
             method, _, key = toml_key(name).rpartition(".")
             into = table.setdefault(method, {}) if method else table
-            into[key] = _to_toml_value(name, values[name])
+            value = values[name]
+            if isinstance(value, Fraction):
+                value = int(value) if value.denominator == 1 else str(value)
+            if left_open(FIELDS[name], value):
+                value = "auto"
+            into[key] = list(value) if isinstance(value, tuple) else value
     return table
-
-
-def _to_toml_value(name: str, value: Any) -> Any:
-    if isinstance(value, Fraction):
-        value = int(value) if value.denominator == 1 else str(value)
-    if left_open(FIELDS[name], value):
-        value = "auto"
-    return list(value) if isinstance(value, tuple) else value
 
 
 # --------------------------------------------------------------------------------------------------
@@ -227,9 +217,7 @@ def build(preset: str, given: Mapping[str, Any], run: Mapping[str, Any] | None =
     laid = over(run or {}, given)
     model = laid.get("model", "")
     if hub_folder(model) and laid.get("dataset", TEXT) == TEXT:
-        own = hub_defaults(model)
-        check_hub_tokenizer(own, laid)
-        laid = over({"dataset": TEXT, **own}, laid)
+        laid = over({"dataset": TEXT, **hub_defaults(model, laid)}, laid)
     method = BY_NAME[laid.get("method", "prunex")]
     if not method.by_iteration and given.get("local_steps") == AUTO:
         raise UserError(

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import log
 from prunex_mpi.comm.agreement import DIGEST_BYTES, digests_agree
 from prunex_mpi.comm.async_exchange import AsyncExchange
 from prunex_mpi.comm.counted import CountedComm, CountedComms

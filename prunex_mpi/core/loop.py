@@ -112,7 +112,7 @@ def is_due(context: RunContext, this: Round) -> bool:
     if this.last:
         return True
     every = context.settings.evaluate_every
-    if context.settings.method.fixed_interval:
+    if not context.settings.method.quadratic_interval:
         return this.k % every == 0
     done, every = context.state.position.steps_done, every * context.problem.steps
     return (done + local_steps(context)) // every > done // every

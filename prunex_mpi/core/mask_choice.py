@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import UserError, log
 from prunex_mpi.comm.counted import CountedComm
 from prunex_mpi.core.memory import MEAN, RANK, Declared, Lasting
 from prunex_mpi.core.state import RunContext, State

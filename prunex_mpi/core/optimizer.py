@@ -165,7 +165,7 @@ def build_optimizer(settings: Settings, model: nn.Module, layout: Layout) -> tor
         for group in adamw.param_groups:
             allocate_(adamw, group, *ADAMW_STATE)
         return adamw
-    momentum = 0.0 if settings.method.own_momentum else settings.momentum
+    momentum = settings.momentum if settings.method.optimizer else 0.0
     sgd = torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
     # The fused step leaves a buffer of its own uninitialised when fp16 skips the first step.
     for group in sgd.param_groups if momentum else ():

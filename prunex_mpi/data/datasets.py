@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.base.errors import UNREADABLE, UserError
+from prunex_mpi.base.errors import UNREADABLE, UserError, log
 from prunex_mpi.base.limits import memory_limit
-from prunex_mpi.base.logs import log
 from prunex_mpi.base.units import GIB
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.decoding import Files, Reader, Streamed, decode_all

@@ -29,7 +29,7 @@ import numpy as np
 
 from prunex_mpi.base.errors import FAILURE, UNREADABLE, UserError, listed, one_line, quote
 from prunex_mpi.base.files import open_regular
-from prunex_mpi.base.single_process import require_packages
+from prunex_mpi.base.imports import require_packages
 from prunex_mpi.data.request import Request
 
 BYTES, CHARS = "bytes", "chars"

@@ -18,9 +18,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, log, one_line, quote
 from prunex_mpi.base.imports import import_function
-from prunex_mpi.base.logs import log
 from prunex_mpi.data.decoding import MOST_LABEL, Files, load_rgb, to_side
 from prunex_mpi.data.request import TEST, Request
 from prunex_mpi.data.sources import Source

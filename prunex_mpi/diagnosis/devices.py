@@ -1,23 +1,35 @@
-"""Device, threads and MPI buffer kind of one rank, each decided once and stated in the log."""
+"""What a rank is on, decided once: its device, the kind of its MPI buffers; and facts of it."""
 
 import ctypes
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
+import mpi4py
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.logs import log
-from prunex_mpi.comm.agreement import broadcast_text
-from prunex_mpi.comm.topology import Topology
-from prunex_mpi.diagnosis.findings import check_launcher
+from prunex_mpi.base.limits import cores_of, cpu_limit
+from prunex_mpi.base.units import number
+from prunex_mpi.comm.agreement import broadcast_text, gather_text
+from prunex_mpi.comm.topology import Topology, library_name
+from prunex_mpi.diagnosis.findings import SETTINGS, THREAD_LEVELS, RankFacts, describe_launcher
+from prunex_mpi.diagnosis.machine import package_versions
 from prunex_mpi.diagnosis.probe import PASSED, TRIALS
-from prunex_mpi.diagnosis.ranks import device_buffers_on_cpu, device_buffers_refused
+from prunex_mpi.diagnosis.ranks import MUST_AGREE, device_buffers_on_cpu, device_buffers_refused
 
+DEFAULT_RUN_DIR = "runs"
+# How the environment sets the allocator of torch.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 PROBE_TIMEOUT_S, PROBE_RANKS = 60, 2
 # Of glibc's malloc.h, in bytes: what may be free at the end of the heap before it is given back,
 # and the size from which memory is mapped on its own in place of lying on the heap.
@@ -107,8 +119,20 @@ def probe(device: str, operation: str = "") -> str:
     if launcher is None:
         return "there is no mpiexec on PATH to try it with"
     words = [device, *([operation] if operation else TRIALS)]
+    # A job of its own even from inside a job.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+    program = [sys.executable, "-m", "prunex_mpi.diagnosis.probe", *words]
     try:
-        result = run_separately(["-m", "prunex_mpi.diagnosis.probe", *words], launcher)
+        result = subprocess.run(
+            [launcher, "-n", str(PROBE_RANKS), *program],
+            env=environment,
+            timeout=PROBE_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the probe did not end: {type(error).__name__}"
     if result.returncode == 0 and PASSED.format(PROBE_RANKS) in result.stdout:
@@ -119,24 +143,6 @@ def probe(device: str, operation: str = "") -> str:
     output = [x for x in (result.stdout + result.stderr).splitlines() if any(map(str.isalnum, x))]
     output = [line for line in output if "Error:" in line] or output
     return f"the probe ended with code {result.returncode}: {(output or ['no output'])[-1].strip()}"
-
-
-def run_separately(words: list[str], launcher: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with `words` as a job of its own on this host, even from inside a job.
-
-    Raises OSError or subprocess.TimeoutExpired when it cannot start or does not end.
-    """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-    environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
-    return subprocess.run(
-        [launcher, "-n", str(PROBE_RANKS), sys.executable, *words],
-        env=environment,
-        timeout=PROBE_TIMEOUT_S,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
 
 
 def resolve_mpi_buffers(
@@ -170,12 +176,111 @@ def resolve_mpi_buffers(
     return "host", reason
 
 
-def lone_singleton(world: MPI.Comm) -> str:
-    """Return why this job of one rank is not what was asked for, or "" when it is.
+# --------------------------------------------------------------------------------------------------
+# What it tells the others: the facts that findings are made of
+# --------------------------------------------------------------------------------------------------
 
-    Warns where it may be.
+
+def software_versions() -> dict[str, str]:
+    """Return the versions of everything that ranks have to agree on, and of mpi4py."""
+    return {**package_versions(), "mpi4py": mpi4py.__version__, "mpi": library_name()}
+
+
+def recorded_versions() -> dict[str, str]:
+    """Return the versions that the config.toml of a run names: those that ranks agree on."""
+    versions = software_versions()
+    return {name: versions[name] for name in MUST_AGREE}
+
+
+def gather_facts(
+    topology: Topology, device: torch.device, run_dir: str, device_problem: str = ""
+) -> list[RankFacts]:
+    """Return the facts of all ranks on rank 0, an empty list elsewhere.
+
+    Collective on `topology.world`: a barrier and a gather. The rank's threads must be set by now.
     """
-    (found,) = check_launcher(world.size, os.environ, terminal=os.isatty(0))
-    if found.severity == "warning":
-        log.warning("%s", found.line())
-    return found.line() if found.severity == "error" else ""
+    on_gpu = device.type == "cuda"
+    environment = os.environ
+    versions = software_versions()
+    free_bytes = bytes_free(run_dir)
+    cores = cores_of(os.sched_getaffinity(0))
+    topology.world.Barrier()
+    mine = RankFacts(
+        rank=topology.world.rank,
+        clock=time.time(),
+        host=socket.gethostname(),
+        node=topology.node_index,
+        host_rank=topology.host_rank,
+        cores=cores,
+        job_cores=max(len(cores), cores_of_the_job(environment)),
+        cpu_limit=cpu_limit(),
+        threads=torch.get_num_threads(),
+        versions=versions,
+        device=str(device),
+        device_problem=device_problem,
+        gpu=torch.cuda.get_device_name(device) if on_gpu else "",
+        gpu_id=gpu_identity(device) if on_gpu else "",
+        gpus=torch.cuda.device_count(),
+        allocator=", ".join(f"{x}={environment[x]}" for x in ALLOCATOR if environment.get(x)),
+        launcher=describe_launcher(environment),
+        thread_level=thread_level(),
+        mpi_settings={name: environment[name] for name in SETTINGS if name in environment},
+        free_bytes=free_bytes,
+    )
+    gathered = gather_text(topology.world, json.dumps(asdict(mine)))
+    return [from_json(text, mine) for text in gathered]
+
+
+def from_json(text: str, own: RankFacts) -> RankFacts:
+    """Return the facts that another rank sent as text, whatever its version of the package is.
+
+    What that one does not know is taken from this rank's `own` facts.
+    """
+    received = json.loads(text)
+    known = {name: received[name] for name in vars(own) if name in received}
+    return replace(own, **{**known, "cores": tuple(received["cores"])})
+
+
+def cores_of_the_job(environment: Mapping[str, str]) -> int:
+    """Return how many cores the job may use on this machine, before ranks are bound to some.
+
+    What started this process is not bound; where it can't be asked, the cores of the rank count.
+    """
+    try:
+        cpus = os.sched_getaffinity(os.getppid())
+    except OSError:
+        return 1
+    cores = len(cores_of(cpus))
+    # Slurm counts hardware threads, where a core has several.
+    allocated = number(environment.get("SLURM_CPUS_ON_NODE")) or len(cpus)
+    return min(cores, -(-allocated * cores // len(cpus)))
+
+
+def thread_level() -> str:
+    """Return how many threads may call MPI, one of THREAD_LEVELS."""
+    levels = MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE
+    return THREAD_LEVELS[levels.index(MPI.Query_thread())]
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Return what the GPU is known by on all machines, as its number is not."""
+    if uuid := getattr(torch.cuda.get_device_properties(device), "uuid", ""):
+        return str(uuid)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{MPI.Get_processor_name()}/{visible}/{device.index}"
+
+
+def existing_folder(path: str) -> Path:
+    """Return `path`, or the nearest folder above it that exists."""
+    folder = Path(os.path.abspath(path))
+    while not os.path.exists(folder) and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def bytes_free(run_dir: str) -> int:
+    """Return the free space of the file system of the run directory, -1 when it can't be told."""
+    try:
+        return shutil.disk_usage(existing_folder(run_dir or DEFAULT_RUN_DIR)).free
+    except OSError:
+        return -1

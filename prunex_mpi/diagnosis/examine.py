@@ -26,8 +26,14 @@ from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text, run_on_root
 from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of, set_threads
-from prunex_mpi.diagnosis.devices import choose_device, claimed_cuda_support, probe
-from prunex_mpi.diagnosis.facts import existing_folder, gather_facts, software_versions
+from prunex_mpi.diagnosis.devices import (
+    choose_device,
+    claimed_cuda_support,
+    existing_folder,
+    gather_facts,
+    probe,
+    software_versions,
+)
 from prunex_mpi.diagnosis.findings import (
     SEVERITIES,
     Finding,

@@ -6,7 +6,6 @@ go over.
 """
 
 import sys
-import time
 import traceback
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 
 from mpi4py import MPI
 
+from prunex_mpi.base.signals import abort_job
 from prunex_mpi.base.units import MIB
 from prunex_mpi.comm.collectives import allreduce_, build_transport, mpi_buffer
 from prunex_mpi.comm.traffic import now
@@ -25,8 +25,6 @@ SPEED_MIB, SPEED_TURNS = 16, 6
 SLOWER = 1.2
 # Of how many ranks: a launcher of another MPI starts jobs of one.
 PASSED = "probe passed on {} ranks"
-# A launcher may drop what was said just before an abort.
-FLUSH_S = 0.5
 
 
 def require(right: object, problem: str) -> None:
@@ -164,5 +162,4 @@ if __name__ == "__main__":
     except Exception:
         # The other ranks would wait for this one.
         traceback.print_exc()
-        time.sleep(FLUSH_S)
-        MPI.COMM_WORLD.Abort(1)
+        abort_job(MPI.COMM_WORLD)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import log
 from prunex_mpi.core.evaluation import prunable_and_kept
 from prunex_mpi.core.memory import Declared, shared
 from prunex_mpi.core.state import State, adopt_mask, freeze

@@ -39,8 +39,7 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import UserError, log
 from prunex_mpi.comm.agreement import run_collectively, run_collectively_while
 from prunex_mpi.comm.collectives import BUCKET_MIB
 from prunex_mpi.comm.counted import CountedComm

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, meant, one_line
 from prunex_mpi.base.files import read_json, read_text
-from prunex_mpi.base.imports import hub_folder, import_function
+from prunex_mpi.base.imports import hub_folder, import_function, require_packages
 from prunex_mpi.base.record_keys import check_network
-from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.models.dummy_input import try_forward
 from prunex_mpi.models.gpt import GPT_SIZES, gpt_shape
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError, meant
+from prunex_mpi.base.errors import UserError, log, meant
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import require_same, run_collectively
 from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import BUCKET_MIB, broadcast_weights_, build_transport
@@ -499,7 +498,7 @@ def settings_of(
             "model; give example=, a batch as the model takes it"
         )
     plain = isinstance(optimizer, torch.optim.SGD)
-    if method.own_momentum and not (plain and not optimizer.param_groups[0]["momentum"]):
+    if not method.optimizer and not (plain and not optimizer.param_groups[0]["momentum"]):
         raise UserError(
             f"{method.name} has a momentum of its own; give torch.optim.SGD without momentum"
         )

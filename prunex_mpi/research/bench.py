@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.base.files import prepare_file, write_json
 from prunex_mpi.base.tables import Table, as_json, format_table
-from prunex_mpi.config.cli import add_settings, convert_flag
-from prunex_mpi.config.parser import Parser, check_range, program_parser
+from prunex_mpi.config.cli import Parser, add_settings, check_range, convert_flag, program_parser
 from prunex_mpi.config.resolve import make
 
 if TYPE_CHECKING:

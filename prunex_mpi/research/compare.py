@@ -23,7 +23,16 @@ from typing import Any
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, Diverged, UserError, quote
+from prunex_mpi.base.errors import (
+    FAILURE,
+    PREEMPTED,
+    UNREADABLE,
+    Diverged,
+    UserError,
+    log,
+    quote,
+    set_up_logging,
+)
 from prunex_mpi.base.files import (
     DIVERGED,
     prepare_file,
@@ -33,7 +42,6 @@ from prunex_mpi.base.files import (
     write_json_durably,
 )
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log, set_up_logging
 from prunex_mpi.base.signals import ReceivedSignal, catching
 from prunex_mpi.base.tables import as_json, format_table
 from prunex_mpi.comm.agreement import (
@@ -50,8 +58,7 @@ from prunex_mpi.core.mask_choice import make_groups
 from prunex_mpi.core.schedule import steps_with, total_steps
 from prunex_mpi.data.request import Request
 from prunex_mpi.data.text import TextSet
-from prunex_mpi.diagnosis.devices import resolve_mpi_buffers
-from prunex_mpi.diagnosis.facts import recorded_versions
+from prunex_mpi.diagnosis.devices import recorded_versions, resolve_mpi_buffers
 from prunex_mpi.models.inputs import inputs_from
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.research.plan import OWN_LENGTH, Options, Row, Run
@@ -391,8 +398,8 @@ def read_outcome(path: Path, place: Place, data: Data, outcome: Outcome) -> Outc
             )
     measured = read_measured(path)
     if (path / "checkpoints").exists():
-        remove = partial(shutil.rmtree, path / "checkpoints")
-        telling_disk_errors(f"the checkpoints of {path}", remove)
+        with telling_disk_errors(f"the checkpoints of {path}"):
+            shutil.rmtree(path / "checkpoints")
     log.info("%s: %.4g on data held out", path.name, measured.shown)
     return replace(outcome, measured=measured)
 
@@ -471,9 +478,9 @@ def reveal(
     at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     found = before or {"plan": options.plan, "at": at, "networks": networks, "results": {}}
 
+    @telling_disk_errors(REVEAL)
     def write() -> None:
-        note = partial(write_json_durably, Path(options.folder) / REVEAL, found)
-        telling_disk_errors(REVEAL, note)
+        write_json_durably(Path(options.folder) / REVEAL, found)
 
     run_on_root(world, write)
     found = broadcast_json(world, found)

@@ -16,10 +16,10 @@ import numpy as np
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, enumerated, quote
 from prunex_mpi.base.files import RANKS, STATE, open_regular
+from prunex_mpi.base.imports import require_packages
 from prunex_mpi.base.record_keys import RESIDUALS
-from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import Table, format_table
-from prunex_mpi.config.parser import Parser, program_parser
+from prunex_mpi.config.cli import Parser, program_parser
 from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.report import curves
 from prunex_mpi.tools.report.curves import (

@@ -48,7 +48,7 @@ from prunex_mpi.core.loop import averaging
 from prunex_mpi.core.mask_choice import make_groups, project_locally
 from prunex_mpi.core.state import State, adopt_mask, build_state, comms_of, next_iteration
 from prunex_mpi.data.request import Request
-from prunex_mpi.diagnosis.facts import gpu_identity
+from prunex_mpi.diagnosis.devices import gpu_identity
 from prunex_mpi.methods import hsadmm, per_step
 from prunex_mpi.methods.exchange import Dense
 from prunex_mpi.models.inputs import Images, inputs_from

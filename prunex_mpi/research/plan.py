@@ -39,8 +39,7 @@ from typing import Any
 
 from prunex_mpi.base.errors import UserError, meant, quote
 from prunex_mpi.base.imports import check_named, named_in
-from prunex_mpi.config.cli import add_settings, convert_flag, load_toml
-from prunex_mpi.config.parser import Parser, program_parser
+from prunex_mpi.config.cli import Parser, add_settings, convert_flag, load_toml, program_parser
 from prunex_mpi.config.resolve import (
     BY_NAME,
     FIELDS,

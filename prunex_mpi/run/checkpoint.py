@@ -23,9 +23,8 @@ from torch import Tensor
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError
+from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError, log
 from prunex_mpi.base.files import FORMAT, FileRecord, telling_disk_errors
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     broadcast_text,
@@ -80,17 +79,17 @@ def save(topology: Topology, run: RunDirectory | None, context: RunContext) -> N
     """
     world, state, position = topology.world, context.state, context.state.position
 
+    @telling_disk_errors("the checkpoint")
     def begin() -> str:
-        def make() -> str:
-            return str(checkpoint_files.begin(run.path, position.iteration, position.step))
+        if run is None:
+            return ""
+        return str(checkpoint_files.begin(run.path, position.iteration, position.step))
 
-        return "" if run is None else telling_disk_errors(what, make)
-
+    @telling_disk_errors("the checkpoint")
     def write() -> FileRecord:
-        action = partial(checkpoint_files.write_rank_file, folder, world.rank, *mine)
-        return telling_disk_errors(what, action)
+        return checkpoint_files.write_rank_file(folder, world.rank, *mine)
 
-    what, heartbeat = "the checkpoint", context.heartbeat
+    heartbeat = context.heartbeat
     # On a slow file system that takes longer than a rank may stand still, on one for all to wait.
     folder = Path(broadcast_text(world, run_collectively_while(world, begin, heartbeat)))
     mine = without_copies(topology, *contents(topology, state, context.problem))
@@ -99,6 +98,7 @@ def save(topology: Topology, run: RunDirectory | None, context: RunContext) -> N
     row = record.size, record.crc32, topology.node_index
     world.Gather(np.array(row, dtype=np.int64), records, root=0)
 
+    @telling_disk_errors("the checkpoint")
     def publish() -> None:
         manifest = {
             "format": FORMAT,
@@ -114,7 +114,7 @@ def save(topology: Topology, run: RunDirectory | None, context: RunContext) -> N
         }
         checkpoint_files.publish(folder, manifest)
 
-    run_on_root(world, lambda: telling_disk_errors(what, publish))
+    run_on_root(world, publish)
 
 
 def has_checkpoint(world: MPI.Comm, settings: Settings) -> bool:
@@ -257,9 +257,7 @@ def _first_reason(world: MPI.Comm, mine: str) -> str:
 
 
 def without_copies(
-    topology: Topology,
-    tensors: dict[str, Tensor],
-    numbers: dict[str, Any],
+    topology: Topology, tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what this rank has to write of its tensors, CPU, and numbers that name the rest.
 

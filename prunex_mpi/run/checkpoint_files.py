@@ -48,7 +48,11 @@ def valid_names(run: Path) -> list[str]:
     folder = run / "checkpoints"
     if not folder.exists():
         return []
-    found = [p.name for p in folder.iterdir() if CHECKPOINT.fullmatch(p.name) and _is_folder(p)]
+    found = [
+        path.name
+        for path in folder.iterdir()
+        if CHECKPOINT.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
     return sorted(found, key=lambda name: int(name.split("-")[0]), reverse=True)
 
 
@@ -97,10 +101,7 @@ def set_aside(run: Path, name: str) -> Path:
 
 
 def write_rank_file(
-    folder: Path,
-    rank: int,
-    tensors: dict[str, Tensor],
-    numbers: dict[str, Any],
+    folder: Path, rank: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> FileRecord:
     """Write what one rank holds, through to the disk; return the file's size and checksum.
 
@@ -111,9 +112,7 @@ def write_rank_file(
 
 
 def save_tensors(
-    tensors: dict[str, Tensor],
-    path: Path,
-    metadata: dict[str, str] | None = None,
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> FileRecord:
     """Write a safetensors file, through to the disk; return its size and checksum.
 
@@ -173,11 +172,7 @@ def leaders_in(manifest: dict[str, Any]) -> list[int]:
 
 
 def read_rank_file(
-    run: Path,
-    name: str,
-    rank: int,
-    record: FileRecord,
-    keys: Sequence[str] | None = None,
+    run: Path, name: str, rank: int, record: FileRecord, keys: Sequence[str] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what one rank wrote; raise DamagedCheckpoint unless every bit is as written.
 
@@ -210,7 +205,3 @@ def rank_file(folder: Path, rank: int) -> Path:
 def _require_file(path: Path) -> None:
     if path.is_symlink() or not path.is_file():
         raise DamagedCheckpoint(f"{path.name} is missing or is not a plain file")
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()

@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, DamagedCheckpoint, UserError
+from prunex_mpi.base.errors import UNREADABLE, DamagedCheckpoint, UserError, log
 from prunex_mpi.base.files import (
     CHECKPOINT,
     DIVERGED,
@@ -35,7 +35,6 @@ from prunex_mpi.base.files import (
     write_durably,
     write_json_durably,
 )
-from prunex_mpi.base.logs import log
 from prunex_mpi.base.record_keys import check_summary
 
 # How a run ends that has come to its end.
@@ -65,7 +64,7 @@ def _held(path: Path) -> UserError:
 
 
 def _unusable(path: Path, error: OSError) -> UserError:
-    return UserError(f"--run-dir {path}: {error.strerror}; choose another", USAGE)
+    return UserError(f"--run-dir {path}: {error.strerror}; choose another")
 
 
 def _can_lock(file: Path) -> bool:
@@ -229,13 +228,15 @@ class RunDirectory:
             raise UserError(
                 f"--tokenizer {name} is not the file that was read any more; start again"
             )
-        telling_disk_errors(TOKENIZER, lambda: write_durably(kept, data.decode()))
+        with telling_disk_errors(TOKENIZER):
+            write_durably(kept, data.decode())
 
     def note_divergence(self, reason: str) -> None:
         """Write why the run diverged to diverged.json; a full disk is ignored."""
         with contextlib.suppress(OSError):
             write_json_durably(self.path / DIVERGED, {"reason": reason})
 
+    @telling_disk_errors(SUMMARY)
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json in one atomic step: its presence says that the run ended well."""
         write_json_durably(self.path / SUMMARY, summary)
@@ -300,23 +301,17 @@ def newest_checkpoint(run: Path) -> tuple[int, int]:
     return max(found)
 
 
-def summary(run: Path) -> dict[str, Any]:
-    """Return what a job says of its end, {} where it has not come to say it."""
-    with contextlib.suppress(UserError):
-        return read_summary(run)
+def summary(run: Path, since: float = 0.0) -> dict[str, Any]:
+    """Return what a job has said `since` that time of its end, which is the last it does, or {}."""
+    with contextlib.suppress(OSError, UserError):
+        if (run / SUMMARY).stat().st_mtime >= since:
+            return read_summary(run)
     return {}
 
 
 def is_complete(run: Path, since: float = 0.0) -> bool:
     """Return whether a job has come to the end of the run, and said so `since` that time."""
-    return has_left(run, since) and summary(run).get("status") in COMPLETE
-
-
-def has_left(run: Path, since: float) -> bool:
-    """Return whether a job has said `since` that time how it ends, which is the last it does."""
-    with contextlib.suppress(OSError):
-        return (run / SUMMARY).stat().st_mtime >= since
-    return False
+    return summary(run, since).get("status") in COMPLETE
 
 
 def what_is_lost(run: Path, at: float) -> tuple[int, float]:

@@ -10,11 +10,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import PREEMPTED
-from prunex_mpi.base.files import EXPORTED, METRICS, STATE, SUMMARY, telling_disk_errors
-from prunex_mpi.base.logs import log, set_up_logging
+from prunex_mpi.base.errors import PREEMPTED, log, set_up_logging
+from prunex_mpi.base.files import EXPORTED, METRICS, STATE, telling_disk_errors
 from prunex_mpi.base.signals import ReceivedSignal
-from prunex_mpi.base.single_process import print_result
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     broadcast_text,
@@ -42,11 +40,12 @@ from prunex_mpi.run import checkpoint, directory, start
 from prunex_mpi.run.checkpoint_files import save_tensors
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.dry_run import dry_run
-from prunex_mpi.run.kept import InMemoryCheckpoint, begin, put_back, tell
+from prunex_mpi.run.kept import InMemoryCheckpoint
 from prunex_mpi.run.pretrained import read_initial
 from prunex_mpi.run.problem import load_dataset, share_contents
+from prunex_mpi.run.program import print_result
 from prunex_mpi.run.summary import add_up, closing_table, mean_speed
-from prunex_mpi.run.supervision import Checkpoints, train, write_checkpoint, write_last_checkpoint
+from prunex_mpi.run.supervision import Checkpoints, check_exchange, train
 from prunex_mpi.run.watchdog import Watchdog
 from prunex_mpi.settings.fields import Settings
 
@@ -77,7 +76,10 @@ def run(
         # Of those who are left there may be one.
         start.check_launched_together(world)
     versions = start.check_alike(world, settings)
-    with start.places_of(world, settings, kept.made if kept else None) as place:
+    # Without leaders every rank is a node of its own.
+    ranks_per_node = 1 if settings.method.flat else settings.ranks_per_node
+    more = {"made": kept.made if kept else None, "rack_of": settings.rack_of}
+    with start.take_places(world, ranks_per_node, settings.device, **more) as place:
         topology = place.topology
         if world.rank == 0:
             log.info("%s", place.layout)
@@ -90,7 +92,9 @@ def run(
             return 0
 
         deadline = run_collectively(world, lambda: find_deadline(settings.time_limit, started))
-        transport = start.prepare(place, settings)
+        start.apply_findings(place, settings)
+        transport = start.find_transport(place, settings)
+        check_exchange(topology, settings)
         if settings.run_dir:
             early = partial(directory.check_run_dir, Path(settings.run_dir), settings.resume)
             run_on_root(world, early)
@@ -113,41 +117,39 @@ def run(
                 used = dataset.text.tokenizer
                 run_on_root(world, lambda: files.keep_tokenizer(used.name, used.digest))
             if settings.resume:
-                if is_complete(world, files):
+                if broadcast_json(world, run_on_root(world, lambda: files.complete())):
                     log.info("%s is complete: there is nothing left to do", path)
                     return 0
                 if (path / EXPORTED).is_dir() and not again:
                     text = "%s is of the network as it was before: export again in the end"
                     log.warning(text, path / EXPORTED)
                 heartbeat.enter("checkpoint")
-                if not (again and put_back(topology, files, context, kept)):
+                if not (again and kept.put_back(topology, files, context)):
                     checkpoint.resume(topology, files, context, versions)
                 if again:
-                    tell(topology, files, context, kept)
+                    kept.tell(topology, files, context)
             if kept:
-                begin(topology, context, str(path), kept)
-            checkpoints = Checkpoints(settings.checkpoint_every, received)
+                kept.begin(topology, context, str(path))
+            checkpoints = Checkpoints(topology, files, settings.checkpoint_every, received)
             if kept and kept.too_few:
-                write_checkpoint(topology, files, context, checkpoints)
+                checkpoints.write(context)
                 status, reason = "preempted", f"{kept.loss.describe()} lost: --min-nodes"
             else:
-                around = topology, files, context, checkpoints, received, deadline
-                status, reason = train(*around, kept)
+                status, reason = train(topology, files, context, checkpoints, deadline, kept)
 
             heartbeat.enter("finish")
             if status == "preempted":
                 totals = {"status": status, "reason": reason}
             else:
                 totals = deliver(topology, files, context, status, dataset)
-                write_last_checkpoint(topology, files, context, checkpoints)
+                checkpoints.write_last(context)
                 heartbeat.enter("finish")
                 totals |= {"seconds_total": time.time() - started, "resumed": restores}
                 totals |= {"changes": kept.changes} if kept else {}
                 totals["checkpoints"] = {"count": checkpoints.count, "seconds": checkpoints.seconds}
 
             # Last of all: a run that has a summary needs nothing more.
-            end = partial(telling_disk_errors, SUMMARY, lambda: files.write_summary(totals))
-            run_on_root(world, end)
+            run_on_root(world, lambda: files.write_summary(totals))
             code = PREEMPTED if status == "preempted" else 0
             if kept:
                 kept.code = code
@@ -201,11 +203,6 @@ def code_of_ended(world: MPI.Comm, run: Path) -> int | None:
     return PREEMPTED if status == "preempted" else 0
 
 
-def is_complete(world: MPI.Comm, files: RunDirectory | None) -> bool:
-    """Return whether the run has come to its end. Collective on `world`."""
-    return broadcast_json(world, run_on_root(world, lambda: files.complete()))
-
-
 # --------------------------------------------------------------------------------------------------
 # What a run delivers: the weights of its network, and its totals for summary.json
 # --------------------------------------------------------------------------------------------------
@@ -224,6 +221,7 @@ def deliver(
     """
     results = evaluate_best(topology, context)
 
+    @telling_disk_errors("the results")
     def write() -> dict[str, Any]:
         if files is None:
             return {}
@@ -236,8 +234,7 @@ def deliver(
         results["initial"] = read_initial(files.path)
         return {**totals, **results, "work": work, "delivered": model}
 
-    action = partial(telling_disk_errors, "the results", write)
-    return run_collectively_while(topology.world, action, context.heartbeat)
+    return run_collectively_while(topology.world, write, context.heartbeat)
 
 
 def evaluate_best(topology: Topology, context: RunContext) -> dict[str, Any]:
@@ -308,7 +305,6 @@ def summarise(
     """Return summary.json: totals over the run, the network in force, the last one's quality."""
     last = records[-1]
     prunable, kept = prunable_and_kept(state)
-    sums = add_up(records)
     return {
         "status": status,
         "method": settings.method.name,
@@ -320,8 +316,7 @@ def summarise(
         "parameters_kept": state.whole.layout.numel - prunable + kept,
         "prunable": prunable,
         "prunable_kept": kept,
-        "seconds": sums["seconds"],
-        "bytes": sums["bytes"],
+        **add_up(records),
         "nodes": list(topology.node_sizes),
         "model": settings.model,
         "dataset": settings.dataset,

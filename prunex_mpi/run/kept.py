@@ -19,9 +19,8 @@ import numpy as np
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import FAILURE, UserError
+from prunex_mpi.base.errors import FAILURE, UserError, log
 from prunex_mpi.base.files import NODES
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     broadcast_text,
@@ -59,11 +58,8 @@ class LostNodes:
 
     def describe(self) -> str:
         """Return it in words."""
-        what = "ranks", self.ranks
-        if self.nodes:
-            what = "nodes", self.nodes
-        name = what[0] if len(what[1]) > 1 else what[0][:-1]
-        return f"{name} {', '.join(map(str, what[1]))}"
+        kind, numbers = ("node", self.nodes) if self.nodes else ("rank", self.ranks)
+        return f"{kind}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def born(pid: int) -> str:
@@ -115,99 +111,91 @@ class InMemoryCheckpoint:
     changes: list[dict[str, Any]] = field(default_factory=list)
     code: int | None = None
 
+    def begin(self, topology: Topology, context: RunContext, path: str) -> None:
+        """Note who is there, and how to go on with the run in `path`. Collective on `world`."""
+        self.settings = replace(context.settings, run_dir=path, resume=True)
+        me = topology.world.rank, topology.node_index
+        here = json.dumps([*me, socket.gethostname(), os.getpid(), born(os.getpid())])
+        lines = broadcast_json(topology.world, gather_text(topology.world, here))
+        self.members = [Member(*json.loads(line)) for line in lines]
+        self.began = True
 
-def begin(topology: Topology, context: RunContext, path: str, kept: InMemoryCheckpoint) -> None:
-    """Note who is there, and how to go on with the run in `path`. Collective on `world`."""
-    kept.settings = replace(context.settings, run_dir=path, resume=True)
-    me = topology.world.rank, topology.node_index
-    here = json.dumps([*me, socket.gethostname(), os.getpid(), born(os.getpid())])
-    lines = broadcast_json(topology.world, gather_text(topology.world, here))
-    kept.members = [Member(*json.loads(line)) for line in lines]
-    kept.began = True
+    def keep(self, topology: Topology, files: RunDirectory | None, context: RunContext) -> None:
+        """Copy what ranks have in common, in place of the last but one. Collective on `world`."""
+        state, helper = context.state, context.helper
+        sizes = broadcast_json(topology.world, files.lengths() if files else None)
+        tensors, numbers = common_contents(state, context.problem, helper is None or helper.at_rest)
+        old = self.snapshots.pop(0).tensors if len(self.snapshots) == 2 else {}
+        for key, tensor in tensors.items():
+            there = old.get(key)
+            if there is not None and there.shape == tensor.shape and there.dtype == tensor.dtype:
+                # Memory that is there already: new pages would cost more than the copy.
+                tensors[key] = there.copy_(tensor)
+            else:
+                tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
+        iteration = state.position.iteration
+        common = tensors, numbers, left_of(state), sizes
+        self.snapshots.append(Snapshot(time.time(), iteration, topology.world_size, *common))
 
+    def put_back(self, topology: Topology, files: RunDirectory | None, context: RunContext) -> bool:
+        """Go on from the last outer iteration that all have finished, if there is one.
 
-def keep(
-    topology: Topology, files: RunDirectory | None, context: RunContext, kept: InMemoryCheckpoint
-) -> None:
-    """Copy what the ranks have in common, in place of the last but one. Collective on `world`."""
-    state, helper = context.state, context.helper
-    sizes = broadcast_json(topology.world, files.lengths() if files else None)
-    tensors, numbers = common_contents(state, context.problem, helper is None or helper.at_rest)
-    old = kept.snapshots.pop(0).tensors if len(kept.snapshots) == 2 else {}
-    for key, tensor in tensors.items():
-        there = old.get(key)
-        if there is not None and there.shape == tensor.shape and there.dtype == tensor.dtype:
-            # Memory that is there already: new pages would cost more than the copy.
-            tensors[key] = there.copy_(tensor)
-        else:
-            tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
-    iteration = state.position.iteration
-    common = tensors, numbers, left_of(state), sizes
-    kept.snapshots.append(Snapshot(time.time(), iteration, topology.world_size, *common))
+        Of what each rank had not sent yet the part of those who are gone is lost. Raises UserError
+        where not all ranks hold the same then. Collective on `world`.
+        """
+        world, state = topology.world, context.state
+        newest = np.array([self.snapshots[-1].iteration if self.snapshots else 0], dtype=np.int64)
+        world.Allreduce(MPI.IN_PLACE, newest, op=MPI.MIN)
+        if not newest[0]:
+            # One rank at least has not come to the end of its first outer iteration in this job.
+            self.snapshots = []
+            return False
+        found = [s for s in self.snapshots if s.iteration == newest[0]]
+        left = broadcast_text(world, found[0].left if found else "")
 
+        def fit() -> None:
+            if not found:
+                raise UserError(
+                    "the ranks that are left have no outer iteration in common", FAILURE
+                )
+            if reason := fit_network(left, context):
+                raise UserError(f"what was kept does not fit the network: {reason}", FAILURE)
+            if files is not None:
+                files.rewind(found[0].sizes)
 
-def put_back(
-    topology: Topology, files: RunDirectory | None, context: RunContext, kept: InMemoryCheckpoint
-) -> bool:
-    """Go on from the last outer iteration that all have finished, if there is one.
+        run_collectively(world, fit)
 
-    Of what each rank had not sent yet the part of those who are gone is lost. Raises UserError
-    where not all ranks hold the same then. Collective on `world`.
-    """
-    world, state = topology.world, context.state
-    newest = np.array([kept.snapshots[-1].iteration if kept.snapshots else 0], dtype=np.int64)
-    world.Allreduce(MPI.IN_PLACE, newest, op=MPI.MIN)
-    if not newest[0]:
-        # One rank at least has not come to the end of its first outer iteration in this job.
-        kept.snapshots = []
-        return False
-    found = [s for s in kept.snapshots if s.iteration == newest[0]]
-    left = broadcast_text(world, found[0].left if found else "")
+        def parts() -> Iterator[tuple[Tensors, Numbers]]:
+            yield found[0].tensors, found[0].numbers
 
-    def fit() -> None:
-        if not found:
-            raise UserError("the ranks that are left have no outer iteration in common", FAILURE)
-        if reason := fit_network(left, context):
-            raise UserError(f"what was kept does not fit the network: {reason}", FAILURE)
+        put_common(topology, parts, found[0].ranks, context)
+        if not digests_agree(world, bits_digest(state.z)):
+            raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
+        self.snapshots = found
+        return True
+
+    def tell(self, topology: Topology, files: RunDirectory | None, context: RunContext) -> None:
+        """Log and note what was lost, and who goes on."""
+        iteration, now = context.state.position.iteration, time.time()
+        ranks, nodes = topology.world_size, topology.num_nodes
+        # What was done since is done again.
+        since = self.snapshots[-1].at if self.snapshots else self.lost_at
+        change = {"time": now, "iteration": iteration, "seconds": now - self.lost_at}
+        change |= {"lost_seconds": max(self.lost_at - since, 0.0)}
+        change |= {"lost_nodes": self.loss.nodes, "lost_ranks": self.loss.ranks}
+        what = f"{self.loss.describe()} lost"
+        if any(e.elsewhere == SUM for e in lasting(context.state, context.problem.model).values()):
+            what += " with what had not been sent yet"
+        self.changes.append(change | {"nodes": nodes, "ranks": ranks})
         if files is not None:
-            files.rewind(found[0].sizes)
-
-    run_collectively(world, fit)
-
-    def parts() -> Iterator[tuple[Tensors, Numbers]]:
-        yield found[0].tensors, found[0].numbers
-
-    put_common(topology, parts, found[0].ranks, context)
-    if not digests_agree(world, bits_digest(state.z)):
-        raise UserError("the ranks that go on do not hold the same parameters", FAILURE)
-    kept.snapshots = found
-    return True
-
-
-def tell(
-    topology: Topology, files: RunDirectory | None, context: RunContext, kept: InMemoryCheckpoint
-) -> None:
-    """Log and note what was lost, and who goes on."""
-    iteration, now = context.state.position.iteration, time.time()
-    ranks, nodes = topology.world_size, topology.num_nodes
-    # What was done since is done again.
-    since = kept.snapshots[-1].at if kept.snapshots else kept.lost_at
-    change = {"time": now, "iteration": iteration, "seconds": now - kept.lost_at}
-    change |= {"lost_seconds": max(kept.lost_at - since, 0.0)}
-    change |= {"lost_nodes": kept.loss.nodes, "lost_ranks": kept.loss.ranks}
-    what = f"{kept.loss.describe()} lost"
-    if any(e.elsewhere == SUM for e in lasting(context.state, context.problem.model).values()):
-        what += " with what had not been sent yet"
-    kept.changes.append(change | {"nodes": nodes, "ranks": ranks})
-    if files is not None:
-        files.append(NODES, kept.changes[-1:])
-    log.info(
-        "%s: %d nodes with %d ranks go on from outer iteration %d after %.2g s, with %d samples "
-        "per step",
-        what,
-        nodes,
-        ranks,
-        iteration,
-        now - kept.lost_at,
-        context.problem.train.batch_size * ranks,
-    )
+            files.append(NODES, self.changes[-1:])
+        log.info(
+            "%s: %d nodes with %d ranks go on from outer iteration %d after %.2g s, with %d "
+            "samples per step",
+            what,
+            nodes,
+            ranks,
+            iteration,
+            now - self.lost_at,
+            context.problem.train.batch_size * ranks,
+        )

@@ -13,10 +13,9 @@ from torch import nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, one_line, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, log, one_line, quote
 from prunex_mpi.base.files import STATE, SUMMARY, read_json, telling_disk_errors, write_json_durably
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import judged, log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     run_collectively,
@@ -44,6 +43,7 @@ from prunex_mpi.models.trained import (
 )
 from prunex_mpi.run.directory import RunDirectory, read_summary
 from prunex_mpi.run.finished_run import read_finished_run
+from prunex_mpi.run.summary import judged
 from prunex_mpi.settings.fields import Settings
 
 TORCHVISION = "torchvision"
@@ -169,10 +169,11 @@ def evaluate_initial(topology: Topology, files: RunDirectory | None, context: Ru
     record = {"from": settings.init_from, "sha256": settings.init_digest, **quality(context, found)}
     log.info("before training: loss %.4f, %s", found["loss"], judged(record))
 
+    @telling_disk_errors(INITIAL)
     def write() -> None:
         write_json_durably(files.path / INITIAL, record)
 
-    run_on_root(topology.world, lambda: telling_disk_errors(INITIAL, write))
+    run_on_root(topology.world, write)
 
 
 def read_initial(run: Path) -> dict[str, Any]:
@@ -210,11 +211,7 @@ def locate(settings: Settings) -> tuple[Path, Moments | None]:
 
 
 def find_teacher(
-    world: MPI.Comm,
-    settings: Settings,
-    model: nn.Module,
-    dataset: Dataset,
-    heartbeat: Heartbeat,
+    world: MPI.Comm, settings: Settings, model: nn.Module, dataset: Dataset, heartbeat: Heartbeat
 ) -> tuple[Settings, nn.Module, Moments | None]:
     """Return the settings with the digest of `--teacher`, its network, and its normalisation.
 
@@ -241,8 +238,7 @@ def find_teacher(
         except Exception as error:
             raise UserError(
                 f"--teacher {settings.teacher} does not fit {inputs.text()} ({one_line(error)}): "
-                "give one that was trained on such",
-                USAGE,
+                "give one that was trained on such"
             ) from error
         return built
 
@@ -327,6 +323,5 @@ def _refuse_other_classes(known: list[str], dataset: Dataset, source: str) -> No
         mine, theirs = next(pair for pair in zip_longest(names, known) if pair[0] != pair[1])
         raise UserError(
             f"--teacher {source} knows other classes: {quote(theirs)} where the data have "
-            f"{quote(mine)}; give one that was trained on these",
-            USAGE,
+            f"{quote(mine)}; give one that was trained on these"
         )

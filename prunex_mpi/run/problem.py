@@ -14,9 +14,8 @@ import torch
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.errors import UNREADABLE, UserError, log, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     count_same,
@@ -46,7 +45,7 @@ from prunex_mpi.data.image_files import CONTENTS, read_share
 from prunex_mpi.data.request import TEST, Known, Part, Request
 from prunex_mpi.data.text import TextSet, WindowStream, take_windows, window_batches
 from prunex_mpi.data.text_files import Text, Tokenizer, forget, map_text, prepare
-from prunex_mpi.diagnosis.facts import gpu_identity
+from prunex_mpi.diagnosis.devices import gpu_identity
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import seed_all
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from

@@ -1,4 +1,7 @@
-"""What every program of the package does around its work: flags, start of MPI, the way it ends."""
+"""What every program of the package does around its work: flags, start of MPI, the way it ends.
+
+Some are one process, which starts no MPI.
+"""
 
 import io
 import math
@@ -10,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from prunex_mpi.base.errors import FAILURE, DamagedCheckpoint, UserError, one_line
+from prunex_mpi.base.errors import FAILURE, DamagedCheckpoint, UserError, log, one_line, printable
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import abort_job
-from prunex_mpi.base.single_process import open_closed_streams, parsed, say_error
 from prunex_mpi.diagnosis.findings import REDUCTIONS, launcher_rank
 from prunex_mpi.run.watchdog import Watchdog
 
@@ -74,6 +76,63 @@ def run_program(
         error = RuntimeError(f"sys.exit({caught.code!r}) was called during the run")
         sys.excepthook(type(error), error, caught.__traceback__)
         return FAILURE
+
+
+def run_single_process(
+    name: str,
+    parse: Callable[[Sequence[str]], Options],
+    run: Callable[[Options], int | None],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parse the flags, do `run(options)`; return the exit code, having said in a line why."""
+    open_closed_streams()
+    try:
+        return run(parsed(parse, argv)) or 0
+    except UserError as error:
+        say_error(name, error)
+        return error.exit_code
+
+
+def parsed(parse: Callable[[Sequence[str]], Options], argv: Sequence[str] | None) -> Options:
+    """Return what `parse` makes of `argv`, or of the command line, whoever reads its help."""
+    try:
+        try:
+            return parse(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Of `--help all | head`: the interpreter flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def open_closed_streams() -> None:
+    """Open the null device for each standard stream that is closed, as under daemons.
+
+    It takes the stream's own number, so that no file gets what is written to that, and programs
+    that are started inherit it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
+def say_error(name: str, error: UserError) -> None:
+    """Print in one line, whatever a name of the user's holds, why the program `name` ends."""
+    line = " ".join(f"{name}: error: {error}".split())
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def print_result(text: str) -> None:
+    """Print what a complete run ends with; a closed pipe or a full disk makes no failure of it."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("the results can't be printed: %s", error.strerror)
+        # Python would try once more, and fail, when it ends.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def start_mpi() -> "MPI.Comm":

@@ -16,18 +16,18 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from prunex_mpi.base.errors import FAILURE, PREEMPTED, UNREADABLE, USAGE, UserError, quote
 from prunex_mpi.base.files import DIVERGED, METRICS, NODES, no_links
-from prunex_mpi.base.signals import Asked
-from prunex_mpi.config.parser import Parser, check_range, last_value, program_parser
+from prunex_mpi.config.cli import Parser, check_range, program_parser
 from prunex_mpi.run.directory import (
-    has_left,
     is_complete,
     is_held,
     newest_checkpoint,
@@ -59,19 +59,6 @@ PROBE_LIMIT_S = 15.0
 EPILOG = """In COMMAND, which ends with the flags of the training, {hosts} stands for the hosts that
 answer as mpirun's --host and mpiexec's -hosts take them (a:4,b:4), {names} for their names alone
 (a,b), {nodes} and {ranks} for their numbers."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to start and where: the ranks of each host, the words of the command and of a probe."""
-
-    hosts: Mapping[str, int]
-    min_hosts: int
-    probe: str
-    tries: int
-    regrow_after: float
-    command: tuple[str, ...]
-    run: Path
 
 
 @dataclass
@@ -126,8 +113,11 @@ def build_parser() -> Parser:
     return parser
 
 
-def parse(argv: Sequence[str]) -> Options:
-    """Return what `argv` asks for; raise UserError with one line that names the culprit."""
+def parse(argv: Sequence[str]) -> Namespace:
+    """Return what `argv` asks for; raise UserError with one line that names the culprit.
+
+    `hosts` are the ranks of each host, `command` the words to start, `run` the run's folder.
+    """
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     given, command = build_parser().parse_all(words[:end]), words[end + 1 :]
@@ -141,19 +131,30 @@ def parse(argv: Sequence[str]) -> Options:
         shlex.split(given.probe)
     except ValueError as error:
         raise UserError(f"--probe {quote(given.probe)}: {error}") from None
-    hosts = read_hosts(given.hosts) if given.hosts else slurm_hosts(os.environ)
-    check_range(given, "min_hosts", 1, len(hosts))
+    given.hosts = read_hosts(given.hosts) if given.hosts else slurm_hosts(os.environ)
+    check_range(given, "min_hosts", 1, len(given.hosts))
     check_range(given, "tries", 1, 99)
     if not given.regrow_after >= 0:
         raise UserError(f"--regrow-after must be at least 0, not {given.regrow_after}")
     if (racks := last_value(command, "--rack-of")).isdecimal():
         text = "once a host is lost, consecutive ones are not those of a rack"
         raise UserError(f"--rack-of {racks}: {text}; give a pattern of host names")
-    numbers = given.tries, given.regrow_after
     run = last_value(command, "--run-dir")
     if not run:
         raise UserError("give the training a --run-dir: its checkpoints are there")
-    return Options(hosts, given.min_hosts, given.probe, *numbers, tuple(command), Path(run))
+    given.command, given.run = command, Path(run)
+    return given
+
+
+def last_value(words: Sequence[str], flag: str) -> str:
+    """Return what `flag` was given last, as `--flag X` or `--flag=X`; "" where it is not given."""
+    found = ""
+    for word, after in pairwise([*words, ""]):
+        if word == flag:
+            found = after
+        elif word.startswith(f"{flag}="):
+            found = word.removeprefix(f"{flag}=")
+    return found
 
 
 def say(text: str) -> None:
@@ -183,8 +184,8 @@ def only_launcher(run: Path) -> Iterator[None]:
         yield
 
 
-def keep_going(options: Options, asked: Asked) -> int:
-    """Start the job as often as it takes, until `asked` to end; return the exit code."""
+def keep_going(options: Namespace, asked: Sequence[int]) -> int:
+    """Start the job again and again, until signals have `asked` to end; return the exit code."""
     run, failures = options.run, 0
     # Where a job has trained; and until when those are left out with which one has not.
     worked: Sequence[str] = ()
@@ -196,7 +197,7 @@ def keep_going(options: Options, asked: Asked) -> int:
             if change is not None:
                 wait_until_free(run, asked)
             hosts = wait_for_hosts(options, asked, left_out)
-            if asked.times or not hosts:
+            if asked or not hosts:
                 return PREEMPTED
             said_ended(run).unlink(missing_ok=True)
             job = start(options, hosts, change is not None)
@@ -220,7 +221,7 @@ def keep_going(options: Options, asked: Asked) -> int:
                 # What refuses a later job, the time or the hosts that are left, holds for this
                 # allocation alone; and one may be told to leave before it can be.
                 late = worked and not job.trained and job.code == USAGE
-                early = asked.times and job.code == 128 + signal.SIGUSR1
+                early = asked and job.code == 128 + signal.SIGUSR1
                 return PREEMPTED if late or early else job.code or FAILURE
             if job.trained:
                 worked = hosts
@@ -240,9 +241,9 @@ def sure(hosts: Collection[str], left_out: Mapping[str, float]) -> list[str]:
     return [name for name in hosts if left_out.get(name, now) <= now]
 
 
-def why_no_more(job: Job, run: Path, asked: Asked) -> str:
+def why_no_more(job: Job, run: Path, asked: Sequence[int]) -> str:
     """Return why not to start a job again that has ended, "" to do so."""
-    if asked.times:
+    if asked:
         return "this was asked for"
     if job.code in (USAGE, UNREADABLE):
         return "it would end so again"
@@ -260,7 +261,7 @@ def why_no_more(job: Job, run: Path, asked: Asked) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def start(options: Options, hosts: Sequence[str], resumes: bool) -> Job:
+def start(options: Namespace, hosts: Sequence[str], resumes: bool) -> Job:
     """Start the job on `hosts` in a process group of its own; one that `resumes` is told so."""
     ranks = [options.hosts[name] for name in hosts]
     values = {
@@ -296,8 +297,8 @@ def said_ended(run: Path) -> Path:
 
 def attend(
     job: Job,
-    options: Options,
-    asked: Asked,
+    options: Namespace,
+    asked: Sequence[int],
     change: Change | None,
     left_out: Mapping[str, float],
 ) -> None:
@@ -328,10 +329,10 @@ def attend(
             lost_at = now
         if lost_at and not back and now - lost_at > options.regrow_after:
             back = ["a lost node"]
-        if asked.times > told:
+        if len(asked) > told:
             # Open MPI's mpirun would end its ranks at a SIGTERM.
             end_group(process) if told else os.kill(process.pid, signal.SIGUSR1)
-            told = asked.times
+            told = len(asked)
         elif back and job.trained and not (job.regrows or told):
             say(f"{', '.join(back)} can be had again: the job leaves with a checkpoint")
             os.kill(process.pid, signal.SIGUSR1)
@@ -350,7 +351,7 @@ def attend(
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     code = process.wait()
-    left = summary(run) if has_left(run, job.began) else {}
+    left = summary(run, job.began)
     if is_complete(run, job.began):
         # What ranks and launcher do after that is nothing to the run: MPI may fail to end.
         code = 0
@@ -361,7 +362,7 @@ def attend(
     job.regrows = job.regrows and left.get("reason") == signal.SIGUSR1.name
 
 
-def note(options: Options, hosts: Sequence[str], change: Change) -> None:
+def note(options: Namespace, hosts: Sequence[str], change: Change) -> None:
     """Note in the run's files that it goes on, on which hosts, and what that has cost."""
     now, done = time.time(), sum(seconds for _, seconds in records(options.run)[-1:])
     line = {
@@ -403,14 +404,14 @@ def end_group(job: subprocess.Popen) -> None:
         os.killpg(job.pid, signal.SIGKILL)
 
 
-def wait_until_free(run: Path, asked: Asked) -> None:
+def wait_until_free(run: Path, asked: Sequence[int]) -> None:
     """Have ranks of the last job that outlive their launcher end, as the watchdog of a rank whose
     record is gone does; wait until none holds the run.
     """
     for record in (run / "heartbeats").glob("rank-*"):
         record.unlink(missing_ok=True)
     told = False
-    while is_held(run) and not asked.times:
+    while is_held(run) and not asked:
         if not told:
             say(f"{run} is still held by a rank of the last job: waiting until it has ended")
         told = True
@@ -422,16 +423,18 @@ def wait_until_free(run: Path, asked: Asked) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def wait_for_hosts(options: Options, asked: Asked, left_out: Mapping[str, float]) -> list[str]:
+def wait_for_hosts(
+    options: Namespace, asked: Sequence[int], left_out: Mapping[str, float]
+) -> list[str]:
     """Return the hosts that answer, as soon as there are enough of them; none at the end.
 
     Those that are `left_out` are taken only where it needs them.
     """
     told = False
-    while not asked.times:
+    while not asked:
         began = time.monotonic()
         probes = start_probes(options.probe, options.hosts)
-        while not probes_are_over(probes, began) and not asked.times:
+        while not probes_are_over(probes, began) and not asked:
             time.sleep(LOOK_S)
         found = close_probes(probes)
         there = [name for name in options.hosts if name in found or is_here(name)]
@@ -445,7 +448,7 @@ def wait_for_hosts(options: Options, asked: Asked, left_out: Mapping[str, float]
         if not told:
             say(f"{len(there)} of {len(options.hosts)} hosts answer: waiting for more")
         told, end = True, time.monotonic() + PROBE_EVERY_S
-        while time.monotonic() < end and not asked.times:
+        while time.monotonic() < end and not asked:
             time.sleep(LOOK_S)
     return []
 

@@ -4,9 +4,10 @@ Training, the benchmark and the comparison start alike, in this order: check_lau
 take_places, apply_findings where a run is to be written, find_transport, set_up or assemble.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,9 +17,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UserError, one_line
+from prunex_mpi.base.errors import UserError, log, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import (
     broadcast_text,
     raise_together,
@@ -42,12 +42,12 @@ from prunex_mpi.data.request import Known, Request
 from prunex_mpi.data.text import TextSet
 from prunex_mpi.diagnosis.devices import (
     choose_device,
+    gather_facts,
     keep_freed_memory,
-    lone_singleton,
+    recorded_versions,
     resolve_mpi_buffers,
 )
-from prunex_mpi.diagnosis.facts import gather_facts, recorded_versions
-from prunex_mpi.diagnosis.findings import check_agreement, errors
+from prunex_mpi.diagnosis.findings import check_agreement, check_launcher, errors
 from prunex_mpi.diagnosis.machine import describe_machine
 from prunex_mpi.diagnosis.ranks import check_ranks
 from prunex_mpi.methods.exchanges import memory_of
@@ -59,7 +59,6 @@ from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning.channel_trace import rules_of
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
 from prunex_mpi.run.problem import CPU, build_problem, find_inputs, load_dataset, make_model
-from prunex_mpi.run.supervision import check_exchange
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
 
@@ -91,8 +90,10 @@ class Place:
 
 def check_launched_together(world: MPI.Comm) -> None:
     """Raise UserError where a job of several ranks fell apart. Collective on `world`."""
-    singleton = lone_singleton(world)
-    raise_together(world, UserError(singleton) if singleton else None)
+    (found,) = check_launcher(world.size, os.environ, terminal=os.isatty(0))
+    if found.severity == "warning":
+        log.warning("%s", found.line())
+    raise_together(world, UserError(found.line()) if found.severity == "error" else None)
 
 
 def check_alike(world: MPI.Comm, settings: Settings) -> dict[str, str]:
@@ -130,26 +131,6 @@ def take_places(
         else:
             threads = set_threads(topology.core_sharers, topology.host_size)
         yield Place(topology, chosen, threads, describe(topology, f"{chosen}, {threads} threads"))
-
-
-def places_of(
-    world: MPI.Comm, settings: Settings, made: list[MPI.Comm] | None = None
-) -> AbstractContextManager[Place]:
-    """Take the places of a run with these settings, see `take_places`. Collective on `world`."""
-    # Without leaders every rank is a node of its own.
-    ranks_per_node = 1 if settings.method.flat else settings.ranks_per_node
-    return take_places(world, ranks_per_node, settings.device, made=made, rack_of=settings.rack_of)
-
-
-def prepare(place: Place, settings: Settings) -> Transport:
-    """Refuse what can't work before anything is read; return how tensors reach MPI.
-
-    Raises UserError on every rank. Collective on `world`.
-    """
-    apply_findings(place, settings)
-    transport = find_transport(place, settings)
-    check_exchange(place.topology, settings)
-    return transport
 
 
 def apply_findings(place: Place, settings: Settings) -> None:

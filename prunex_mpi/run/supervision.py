@@ -16,9 +16,8 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import Diverged, UserError
-from prunex_mpi.base.files import METRICS
-from prunex_mpi.base.logs import Length, Progress, log
+from prunex_mpi.base.errors import Diverged, UserError, log
+from prunex_mpi.base.files import LAYERS, METRICS, RANKS
 from prunex_mpi.base.record_keys import RANK_PHASES, RESIDUALS
 from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.comm.agreement import (
@@ -43,8 +42,9 @@ from prunex_mpi.methods.stepper import Stepper
 from prunex_mpi.models import batchnorm
 from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.directory import RunDirectory
-from prunex_mpi.run.kept import InMemoryCheckpoint, keep
+from prunex_mpi.run.kept import InMemoryCheckpoint
 from prunex_mpi.run.pretrained import evaluate_initial
+from prunex_mpi.run.summary import Progress
 from prunex_mpi.settings.fields import Settings
 
 # --checkpoint-every auto: the share of the time that writing may take, and the shortest interval.
@@ -62,12 +62,15 @@ TRACED = 3
 
 
 class Checkpoints:
-    """Decide when checkpoints are due; count them in `count` and their time in `seconds`.
+    """Decide when checkpoints are due, and write them; `count` them, and their `seconds`.
 
-    `received` is told what is kept.
+    `files` is None on all ranks but world rank 0; `received` is told what is kept.
     """
 
-    def __init__(self, every: str, received: ReceivedSignal) -> None:
+    def __init__(
+        self, topology: Topology, files: RunDirectory | None, every: str, received: ReceivedSignal
+    ) -> None:
+        self.topology, self.files = topology, files
         self.every, self.received = every, received
         self.count, self.seconds, self.last_s = 0, 0.0, 0.0
         # The first one soon: it shows that there is room, and little is lost without it.
@@ -81,10 +84,49 @@ class Checkpoints:
             return iteration % int(self.every) == 0
         return time.monotonic() - self.ended > max(SHORTEST_INTERVAL_S, self.last_s / WRITING_SHARE)
 
-    def save(self, topology: Topology, files: RunDirectory | None, context: RunContext) -> None:
+    def due_on_rank_0(self, iteration: int) -> bool:
+        """Return whether rank 0 finds one due. Collective on `world`."""
+        due = np.array([self.due(iteration)], dtype=np.uint8)
+        self.topology.world.Bcast(due, root=0)
+        return bool(due[0])
+
+    def write(self, context: RunContext) -> None:
+        """Write one and note what it took; raise Diverged where it would be of no use.
+
+        Collective on `world`.
+        """
+        context.heartbeat.enter("checkpoint")
+        if context.helper is not None:
+            # What has arrived is written with the rest, and waits for its step in both runs.
+            context.helper.finish()
+        check_finite(self.topology, context)
+        self.save(context)
+        if context.stop is not None:
+            context.stop.reserve_s = RESERVE * self.last_s
+
+    def write_last(self, context: RunContext) -> None:
+        """Write the last one of a complete run, unless there are to be none.
+
+        It comes before summary.json, so that a job that ends between them goes on from it to its
+        results. The run is complete without it: where it can't be written that is said, and no
+        more. Collective on `world`.
+        """
+        if self.every == "off":
+            return
+        context.heartbeat.enter("checkpoint")
+        try:
+            self.save(context)
+        except UserError as error:
+            log.warning("the run is complete, but its last checkpoint is missing: %s", error)
+            if self.files is not None:
+                # On a full disk what was written of it takes the room of summary.json.
+                with suppress(OSError):
+                    checkpoint_files.remove_partial(self.files.path)
+
+    def save(self, context: RunContext) -> None:
         """Write one, and count it. Collective on `world`."""
         started = time.monotonic()
-        checkpoint.save(topology, files, context)
+        checkpoint.save(self.topology, self.files, context)
         self.ended = time.monotonic()
         self.last_s = self.ended - started
         self.count, self.seconds = self.count + 1, self.seconds + self.last_s
@@ -96,7 +138,6 @@ def train(
     files: RunDirectory | None,
     context: RunContext,
     checkpoints: Checkpoints,
-    received: ReceivedSignal,
     deadline: float | None,
     kept: InMemoryCheckpoint | None = None,
 ) -> tuple[str, str]:
@@ -105,7 +146,7 @@ def train(
     `files` is None on all ranks but world rank 0. With `kept` each outer iteration is kept in
     memory. Raises Diverged on every rank. Collective on `world`.
     """
-    settings = context.settings
+    settings, received = context.settings, checkpoints.received
     with (
         stop_agreement(topology.world, received, deadline, topology.made) as stop,
         exchanging_asynchronously(topology, overlaps_steps(settings), context.transport) as helper,
@@ -156,14 +197,14 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
 def progress_of(topology: Topology, context: RunContext) -> Progress:
     """Show a run from where it stands."""
     settings, problem = context.settings, context.problem
-    length = Length(
-        context.state.position.iteration - 1 + rounds_left(context),
-        total_steps(settings, problem.steps),
-        problem.train.batch_size * problem.task.row * topology.world_size,
-        problem.task.unit,
+    progress = Progress(
+        iterations=context.state.position.iteration - 1 + rounds_left(context),
+        steps=total_steps(settings, problem.steps),
+        count=problem.train.batch_size * problem.task.row * topology.world_size,
+        unit=problem.task.unit,
+        enabled=topology.world.rank == 0 and settings.progress == "auto",
+        heartbeat=context.heartbeat,
     )
-    enabled = topology.world.rank == 0 and settings.progress == "auto"
-    progress = Progress(length, enabled, context.heartbeat)
     progress.start(context.state.position.steps_done, local_steps(context))
     return progress
 
@@ -189,22 +230,15 @@ def iterate(
             if status != "running":
                 continue
             if kept:
-                keep(topology, files, context, kept)
-            if is_due(topology.world, checkpoints, record["iteration"]):
-                write_checkpoint(topology, files, context, checkpoints)
+                kept.keep(topology, files, context)
+            if checkpoints.due_on_rank_0(record["iteration"]):
+                checkpoints.write(context)
     if context.stop is not None and context.stop.reason:
         # The run could not go on from there.
         check_errors(topology, context)
-        write_checkpoint(topology, files, context, checkpoints)
+        checkpoints.write(context)
         return "preempted"
     return status
-
-
-def is_due(world: MPI.Comm, checkpoints: Checkpoints, iteration: int) -> bool:
-    """Return whether rank 0 finds a checkpoint due. Collective on `world`."""
-    due = np.array([checkpoints.due(iteration)], dtype=np.uint8)
-    world.Bcast(due, root=0)
-    return bool(due[0])
 
 
 def recorded(
@@ -212,63 +246,22 @@ def recorded(
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the record and the status of each outer iteration, once it is in the run's files.
 
-    What is yielded has `exchange` as well: the seconds of each phase that this rank spent in
-    messages. Collective on `world`.
+    Collective on `world`.
     """
     ranks = RankRecords(topology)
     for record in outer_iterations(topology, context):
         context.heartbeat.enter("record")
         layers = record.pop("layers")
         status = record.pop("status")
-        rank = record.pop("rank")
-        row = ranks.gather(record["iteration"], rank)
+        row = ranks.gather(record["iteration"], record.pop("rank"))
         if files is not None:
             files.append(METRICS, [record])
-            files.append("layers.jsonl", layers)
-            files.append("ranks.jsonl", [row] if row else [])
+            files.append(LAYERS, layers)
+            files.append(RANKS, [row] if row else [])
         if context.state.position.clock.profiler is not None:
             context.state.position.clock.profiler.step()
         progress.update(record, context.state.position.steps_done, local_steps(context))
-        yield {**record, "exchange": rank["exchange"]}, status
-
-
-def write_last_checkpoint(
-    topology: Topology, files: RunDirectory | None, context: RunContext, checkpoints: Checkpoints
-) -> None:
-    """Write the last one of a complete run, unless there are to be none.
-
-    It comes before summary.json, so that a job that ends between them goes on from it to its
-    results. The run is complete without it: where it can't be written that is said, and no more.
-    Collective on `world`.
-    """
-    if checkpoints.every == "off":
-        return
-    context.heartbeat.enter("checkpoint")
-    try:
-        checkpoints.save(topology, files, context)
-    except UserError as error:
-        log.warning("the run is complete, but its last checkpoint is missing: %s", error)
-        if files is not None:
-            # On a full disk what was written of it takes the room of summary.json.
-            with suppress(OSError):
-                checkpoint_files.remove_partial(files.path)
-
-
-def write_checkpoint(
-    topology: Topology, files: RunDirectory | None, context: RunContext, checkpoints: Checkpoints
-) -> None:
-    """Write a checkpoint and note what it took; raise Diverged where it would be of no use.
-
-    Collective on `world`.
-    """
-    context.heartbeat.enter("checkpoint")
-    if context.helper is not None:
-        # What has arrived is written with the rest, and waits for its step in both runs.
-        context.helper.finish()
-    check_finite(topology, context)
-    checkpoints.save(topology, files, context)
-    if context.stop is not None:
-        context.stop.reserve_s = RESERVE * checkpoints.last_s
+        yield record, status
 
 
 # --------------------------------------------------------------------------------------------------
@@ -354,7 +347,7 @@ def forward(context: RunContext, images: Tensor, labels: Tensor) -> Tensor:
 
 
 class RankRecords:
-    """Gather one row of numbers per rank and outer iteration, into memory that is allocated once.
+    """Gather one row of numbers per rank and outer iteration.
 
     Making one is collective on `world`.
     """
@@ -362,9 +355,6 @@ class RankRecords:
     def __init__(self, topology: Topology) -> None:
         self.world = topology.world
         self.begins, self.every = True, -(-self.world.size // RANKS_EACH)
-        columns = len(PARTS) * len(RANK_PHASES) + 1 + len(RESIDUALS)
-        self.mine = np.zeros(columns)
-        self.everyone = np.zeros((self.world.size if self.world.rank == 0 else 0, columns))
         self.nodes = gather_counts(self.world, topology.node_index)
         names = gather_text(self.world, socket.gethostname())
         # Of a node of virtual ones too: all its ranks share a machine, or its first rank's counts.
@@ -382,13 +372,12 @@ class RankRecords:
             return None
         self.begins = False
         values = [rank[part][phase] for part in PARTS for phase in RANK_PHASES]
-        values.append(rank["broadcast"])
-        self.mine[: len(values)] = values
-        self.mine[len(values) :] = [rank["residuals"].get(name, 0.0) for name in RESIDUALS]
-        self.world.Gather(self.mine, self.everyone, root=0)
+        values += [rank["broadcast"], *(rank["residuals"].get(name, 0.0) for name in RESIDUALS)]
+        everyone = np.empty((self.world.size if self.world.rank == 0 else 0, len(values)))
+        self.world.Gather(np.array(values, dtype=np.float64), everyone, root=0)
         if self.world.rank:
             return None
-        columns = iter(self.everyone.T)
+        columns = iter(everyone.T)
         row: dict[str, Any] = {"iteration": iteration, "node": self.nodes}
         if self.hosts:
             row["hosts"], self.hosts = self.hosts, []

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpi4py import MPI
 
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import log
 from prunex_mpi.comm.agreement import run_collectively
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.resolve import with_overrides

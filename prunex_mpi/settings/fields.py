@@ -61,9 +61,7 @@ class Settings:
         metavar="FILE|DIR|torchvision",
     )
     init_digest: str = _setting(
-        "SHA-256 that the file of --init-from must have; filled in by the run",
-        "",
-        optional=True,
+        "SHA-256 that the file of --init-from must have; filled in by the run", "", optional=True
     )
 
     _setting = partial(setting, "data")
@@ -111,10 +109,7 @@ class Settings:
         optional=True,
     )
     image_std: tuple[float, ...] = _setting(
-        "standard deviation for normalisation, with --image-mean",
-        (),
-        optional=True,
-        above=0,
+        "standard deviation for normalisation, with --image-mean", (), optional=True, above=0
     )
     data_mode: str = _setting(
         "decode image files into memory at the start, or while training (stream); auto: stream "
@@ -196,9 +191,7 @@ class Settings:
         metavar="FILE|DIR",
     )
     teacher_digest: str = _setting(
-        "SHA-256 that the file of --teacher must have; filled in by the run",
-        "",
-        optional=True,
+        "SHA-256 that the file of --teacher must have; filled in by the run", "", optional=True
     )
     distillation_alpha: float = _setting("weight of the distillation loss", 0.5, above=0, high=1)
     distillation_tau: float = _setting("temperature of the distillation loss", 4.0, above=0)
@@ -338,9 +331,7 @@ class Settings:
 
     _setting = partial(setting, "penalties")
     penalty: str = _setting(
-        "schedule of the penalties rho1 and rho2",
-        choices=("fixed", "balance"),
-        of="consensus",
+        "schedule of the penalties rho1 and rho2", choices=("fixed", "balance"), of="consensus"
     )
     rho1: float = _setting("initial penalty inside a node", above=0, of="consensus")
     rho2: float = _setting("initial penalty between nodes", above=0, of="consensus nodes")

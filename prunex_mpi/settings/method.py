@@ -2,10 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 from typing import Any
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Method:
     help: str
     kind: str
     options: type = NoOptions
-    defaults: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     # Raises UserError for settings that do not fit together with this method.
     check: Callable[[Any], None] | None = None
 
@@ -71,11 +68,6 @@ class Method:
         return self.prunes == "groups"
 
     @property
-    def prunes_weights(self) -> bool:
-        """Whether it prunes single weights."""
-        return self.prunes == "weights"
-
-    @property
     def own_groups(self) -> tuple[str, ...]:
         """The kinds of groups that it prunes, where they are not those of --groups."""
         return ("kernel", "pattern") if self.prunes == "kernels" else ()
@@ -99,11 +91,6 @@ class Method:
     def outer_step(self) -> bool:
         """Whether a step with a momentum of its own follows each exchange (DiLoCo)."""
         return self.takes("outer_momentum")
-
-    @property
-    def own_momentum(self) -> bool:
-        """Whether momentum is inside what the workers send."""
-        return self.momentum_in != "optimizer"
 
     @property
     def momentum(self) -> bool:
@@ -138,7 +125,7 @@ class Method:
     @property
     def keeps_a_share(self) -> bool:
         """Whether it keeps the share --keep-ratio of groups or weights."""
-        return self.keeps_by_layer or self.prunes_weights
+        return self.keeps_by_layer or self.prunes == "weights"
 
     @property
     def keeps_by_layer(self) -> bool:
@@ -147,13 +134,8 @@ class Method:
 
     @property
     def optimizer(self) -> bool:
-        """Whether one of torch's optimizers takes its steps."""
-        return not self.own_momentum
-
-    @property
-    def fixed_interval(self) -> bool:
-        """Whether all its outer iterations have as many local steps."""
-        return not self.quadratic_interval
+        """Whether one of torch's optimizers takes its steps; else the workers send momentum."""
+        return self.momentum_in == "optimizer"
 
     def has(self, traits: str) -> bool:
         """Return whether the method has all of the named `traits`."""

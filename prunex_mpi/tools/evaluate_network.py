@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, one_line
+from prunex_mpi.base.errors import UNREADABLE, UserError, one_line, set_up_logging
 from prunex_mpi.base.files import TOKENIZER, prepare_file, read_json, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.imports import check_named
-from prunex_mpi.base.logs import set_up_logging
 from prunex_mpi.base.record_keys import check_network, reached
-from prunex_mpi.base.single_process import print_result
 from prunex_mpi.base.tables import Table, format_lines, format_table
 from prunex_mpi.comm.agreement import (
     raise_together,
@@ -43,6 +41,7 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.finished_run import known_tokenizer, load_alike, read_finished_run
 from prunex_mpi.run.problem import share_contents, share_text
+from prunex_mpi.run.program import print_result
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options

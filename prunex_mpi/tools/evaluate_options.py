@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.config.cli import convert_flag
-from prunex_mpi.config.parser import (
+from prunex_mpi.config.cli import (
     Parser,
     add_own_model,
     add_timeout,
     check_range,
+    convert_flag,
     program_parser,
 )
 from prunex_mpi.settings.fields import SHARED

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import FAILURE, UserError, listed, one_line
 from prunex_mpi.base.files import EXPORTED, STATE, TOKENIZER, sync, touch, write_json_durably
-from prunex_mpi.base.imports import hub_folder
-from prunex_mpi.base.single_process import require_packages
+from prunex_mpi.base.imports import hub_folder, require_packages
 from prunex_mpi.base.tables import format_table
 from prunex_mpi.data.batches import ImageFormat, evaluation_batches, part_of
 from prunex_mpi.data.text import Windows, window_batches

@@ -38,8 +38,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(UserError, match=r"the thing can't be written: No space left on device"):
-        telling_disk_errors("the thing", lambda: write_durably(path, "new"))
+    problem = r"the thing can't be written: No space left on device"
+    with pytest.raises(UserError, match=problem), telling_disk_errors("the thing"):
+        write_durably(path, "new")
     assert synced
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]

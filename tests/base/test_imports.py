@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.imports import check_foreign, check_named, import_function
+from prunex_mpi.base.imports import check_named, import_function
+from prunex_mpi.config.cli import read_flags
 
 TRAP = "raise SystemExit('this was executed')\n"
 
@@ -35,13 +36,15 @@ def test_a_module_inside_the_folder_that_is_read_is_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("flags", [["--model", "nets:small"], ["--model=nets:small"]])
-def test_flags_name_what_may_be_imported(flags):
-    names = {"model": "nets:small", "loss": "cross-entropy"}
-    check_foreign(names, flags, "")
+def test_flags_name_what_may_be_imported(tmp_path, flags):
+    (tmp_path / "file.toml").write_text('model = "nets:small"\n')
+    file = ["--config", str(tmp_path / "file.toml")]
+    assert read_flags([*file, *flags]).model == "nets:small"
     with pytest.raises(UserError, match="--model nets:small"):
-        check_foreign(names, ["--model"], "")
+        read_flags(file)
+    (tmp_path / "file.toml").write_text('dataset = "data:own"\n')
     with pytest.raises(UserError, match="--dataset data:own"):
-        check_foreign({**names, "dataset": "data:own"}, flags, "")
+        read_flags([*file, *flags])
 
 
 def test_a_name_that_is_no_function_is_refused():

@@ -113,9 +113,9 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
         received = ReceivedSignal()
         with stop_agreement(topology.world, received, None) as stop:
             context = RunContext(state, problem, settings, transport, heartbeat, stop)
-            around = topology, files, context, Checkpoints("10", received)
+            checkpoints = Checkpoints(topology, files, "10", received)
             with closing(progress_of(topology, context)) as progress:
-                status = iterate(*around, progress, None)
+                status = iterate(topology, files, context, checkpoints, progress, None)
     assert status == "completed"
     (early, held_early), (late, held_late) = samples
     assert held_late == held_early

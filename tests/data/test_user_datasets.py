@@ -17,8 +17,7 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.datasets import FakeData
 
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError, log
 from prunex_mpi.data import datasets
 from prunex_mpi.data.datasets import Dataset
 from prunex_mpi.data.decoding import to_rgb

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from mpi4py import MPI
 from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.comm.topology import build_topology, free_topology
 from prunex_mpi.diagnosis import devices
+from prunex_mpi.run.start import check_launched_together
 
 pytestmark = pytest.mark.jobs
 
@@ -267,19 +269,8 @@ def test_slurm_tasks_that_do_not_find_each_other_are_noticed(variables, lone, mo
         monkeypatch.setenv(name, value)
     # As typed into a shell that srun --pty started as one of its tasks.
     monkeypatch.setattr(os, "isatty", lambda _: True)
-    assert devices.lone_singleton(MPI.COMM_SELF) == ""
+    check_launched_together(MPI.COMM_SELF)
     monkeypatch.setattr(os, "isatty", lambda _: False)
-    message = devices.lone_singleton(MPI.COMM_SELF)
-    assert bool(message) is lone
-    if lone:
-        assert "4 tasks" in message
-        assert "--mpi=" in message
-
-
-def test_a_job_of_several_ranks_is_no_singleton(monkeypatch):
-    class Two:
-        size = 2
-
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert devices.lone_singleton(Two()) == ""
+    refused = pytest.raises(UserError, match=r"4 tasks.*--mpi=") if lone else nullcontext()
+    with refused:
+        check_launched_together(MPI.COMM_SELF)

@@ -19,15 +19,13 @@ from refused import assert_refused
 from mpi4py import MPI
 
 from prunex_mpi import doctor
-from prunex_mpi.base.errors import UserError, listed
+from prunex_mpi.base.errors import UserError, listed, log
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
 from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.diagnosis import examine
 from prunex_mpi.diagnosis import probe as doctor_probe
 from prunex_mpi.diagnosis import ranks as findings_ranks
-from prunex_mpi.diagnosis.examine import BANDWIDTH_BYTES, Link, measure_links
-from prunex_mpi.diagnosis.facts import (
+from prunex_mpi.diagnosis.devices import (
     bytes_free,
     cores_of_the_job,
     existing_folder,
@@ -35,6 +33,7 @@ from prunex_mpi.diagnosis.facts import (
     gather_facts,
     thread_level,
 )
+from prunex_mpi.diagnosis.examine import BANDWIDTH_BYTES, Link, measure_links
 from prunex_mpi.diagnosis.findings import (
     HAN_SEGMENTS,
     REDUCTIONS,
@@ -453,7 +452,7 @@ def test_cores_of_a_slurm_job_are_those_it_was_given(monkeypatch):
     assert cores_of_the_job({}) >= 1
     assert cores_of_the_job({"SLURM_CPUS_ON_NODE": "1"}) == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    cores_of = "prunex_mpi.diagnosis.facts.cores_of"
+    cores_of = "prunex_mpi.diagnosis.devices.cores_of"
     monkeypatch.setattr(cores_of, lambda cpus: tuple({cpu % 32 for cpu in cpus}))
     assert cores_of_the_job({}) == 32
     # Of hardware threads.

@@ -14,7 +14,7 @@ from faulty import noisy
 from nodes import WORLD
 from torch import nn
 
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import log
 from prunex_mpi.base.signals import ReceivedSignal
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.job import run

@@ -26,8 +26,7 @@ from places import DEVICE
 from reference_rivals import CONSTANTS, simulate_per_step
 from torch import nn
 
-from prunex_mpi.base.errors import Diverged
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import Diverged, log
 from prunex_mpi.comm.agreement import VERDICT_BYTES
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.memory import shared

@@ -153,9 +153,10 @@ def test_console_scripts_import_from_the_current_folder_what_is_asked_for(tmp_pa
     name = "import_function('model', 'own:make', '')()" if asks else "0"
     script.write_text(
         "import sys\n"
-        "from prunex_mpi.base.single_process import run_single_process\n"
+        "from prunex_mpi.run.program import run_single_process\n"
         "from prunex_mpi.base.imports import import_function\n"
-        f"sys.exit(run_single_process('x', list, lambda _: {name} or __import__('colorsys'), []))\n"
+        f"work = lambda _: {name} or (__import__('colorsys') and 0)\n"
+        "sys.exit(run_single_process('x', list, work, []))\n"
     )
     (here / "own.py").write_text("def make():\n    return 0\n")
     (here / "colorsys.py").write_text("raise SystemExit('the one in the current folder')\n")

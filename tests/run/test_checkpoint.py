@@ -59,7 +59,7 @@ from prunex_mpi.run import checkpoint, checkpoint_files
 from prunex_mpi.run.checkpoint import contents, misfit, put_common
 from prunex_mpi.run.directory import RunDirectory
 from prunex_mpi.run.problem import build_problem, load_dataset
-from prunex_mpi.run.supervision import Checkpoints, outer_iterations, write_checkpoint
+from prunex_mpi.run.supervision import Checkpoints, outer_iterations
 from prunex_mpi.settings.fields import Settings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
@@ -276,7 +276,7 @@ class Run:
             yield repeatable(record)
 
     def save(self, files: RunDirectory | None) -> None:
-        write_checkpoint(self.topology, files, self.context, Checkpoints("off", ReceivedSignal()))
+        Checkpoints(self.topology, files, "off", ReceivedSignal()).write(self.context)
 
     def restore(self, files: RunDirectory | None) -> checkpoint.Restored:
         if self.context.helper is not None:

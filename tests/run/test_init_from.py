@@ -23,10 +23,9 @@ from small_runs import COMMON, DRIVERS, small_run
 from mpi4py import MPI
 
 from prunex_mpi.base import files
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import UserError, log
 from prunex_mpi.base.files import tomllib
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import log
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import flat_values, make, resumed, with_overrides
 from prunex_mpi.models import batchnorm

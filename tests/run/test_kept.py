@@ -14,7 +14,7 @@ from prunex_mpi.comm import topology as comm
 from prunex_mpi.core import exchange
 from prunex_mpi.core.exchange import find_reference_
 from prunex_mpi.data.batches import BatchStream
-from prunex_mpi.run.kept import InMemoryCheckpoint, begin, keep, put_back
+from prunex_mpi.run.kept import InMemoryCheckpoint
 
 pytestmark = [
     pytest.mark.mpi,
@@ -50,10 +50,10 @@ def train_until_lost(topology, case, monkeypatch):
 
     monkeypatch.setattr(exchange, "find_reference_", fail_in_the_third)
     kept = InMemoryCheckpoint(run.settings)
-    begin(topology, run.context, "", kept)
+    kept.begin(topology, run.context, "")
     with pytest.raises(Lost):
         for _ in run.iterate():
-            keep(topology, FILES, run.context, kept)
+            kept.keep(topology, FILES, run.context)
     monkeypatch.undo()
     kept.lost_at = time.time()
     return kept
@@ -64,7 +64,7 @@ def go_on(topology, case, kept):
     scenario, changes = CASES[case]
     run = new_run(topology, scenario, torch.float64, **changes)
     files = FILES if topology.world.rank == 0 else None
-    assert put_back(topology, files, run.context, kept)
+    assert kept.put_back(topology, files, run.context)
     return run
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.base.signals import Asked
 from prunex_mpi.run import relaunch
 from prunex_mpi.run.relaunch import lost_to_slurm, parse, read_hosts, slurm_hosts
 
@@ -100,7 +99,7 @@ def go(*plan: str, flags: str = "") -> int:
     Path("plan").write_text("\n".join(plan))
     words = ["--hosts", "a:2,b:2,c:2", "--probe", "test -e up/{host}", *flags.split(), "--"]
     job = [sys.executable, "job.py", "{hosts}", "{names}", "{nodes}", "{ranks}", "--run-dir", "run"]
-    return relaunch.keep_going(parse([*words, *job]), Asked())
+    return relaunch.keep_going(parse([*words, *job]), [])
 
 
 def starts() -> list[list[str]]:

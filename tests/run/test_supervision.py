@@ -243,12 +243,12 @@ def test_automatic_checkpoints_cost_little(monkeypatch):
         now[0] += 2.0
 
     monkeypatch.setattr(supervision.checkpoint, "save", save)
-    checkpoints, written = Checkpoints("auto", ReceivedSignal()), []
+    checkpoints, written = Checkpoints(None, None, "auto", ReceivedSignal()), []
     for iteration in range(1, 1001):
         now[0] += 7.0
         if checkpoints.due(iteration):
             position = SimpleNamespace(iteration=iteration + 1)
-            checkpoints.save(None, None, SimpleNamespace(state=SimpleNamespace(position=position)))
+            checkpoints.save(SimpleNamespace(state=SimpleNamespace(position=position)))
             written.append(iteration)
     assert written[0] == 1
     assert checkpoints.received.kept == written[-1]
@@ -258,7 +258,7 @@ def test_automatic_checkpoints_cost_little(monkeypatch):
 
 @pytest.mark.parametrize(("every", "expected"), [("off", []), ("3", [3, 6, 9]), ("4", [4, 8])])
 def test_checkpoints_are_due_as_asked(every, expected):
-    checkpoints = Checkpoints(every, ReceivedSignal())
+    checkpoints = Checkpoints(None, None, every, ReceivedSignal())
     due = [i for i in range(1, 10) if checkpoints.due(i)]
     assert due == expected
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from launch import LIMIT_S, environment, launcher, repeatable_metrics, train
 
-from prunex_mpi.base.logs import log
+from prunex_mpi.base.errors import log
 from prunex_mpi.config.resolve import make
 from prunex_mpi.core.lasting import SUM
 from prunex_mpi.run import kept as kept_module
-from prunex_mpi.run.kept import InMemoryCheckpoint, LostNodes, Member, tell
+from prunex_mpi.run.kept import InMemoryCheckpoint, LostNodes, Member
 from prunex_mpi.run.survival import divide, together
 
 FAULTY = str(Path(__file__).parents[1] / "harness" / "faulty.py")
@@ -29,6 +29,7 @@ SMALL = [
     *("--outer-iterations", str(ITERATIONS), "--local-steps", "3", "--progress", "off"),
 ]
 CONTINUE = ["--on-node-loss", "continue"]
+WRITES_SUMMARY = "prunex_mpi.run.directory:RunDirectory.write_summary"
 BEHIND = ["--payload", "int4", "--overlap-steps", "1", "--evaluate-every", "4"]
 # What a node may be at when it is lost, and flags with which it comes to that.
 PLACES = {
@@ -114,7 +115,7 @@ def test_the_others_go_on_without_a_node_and_rank_0(tmp_path):
     "fault",
     [
         # Once the summary is written, before the others know; and when they do.
-        {"rank": 0, "at": "prunex_mpi.run.job:telling_disk_errors", "call": 2, "side": "after"},
+        {"rank": 0, "at": WRITES_SUMMARY, "call": 1, "side": "after"},
         {"rank": 1, "at": "prunex_mpi.run.survival:leave", "call": 1},
     ],
 )
@@ -148,7 +149,7 @@ def test_a_line_says_what_is_lost_with_a_node(memory, told, caplog, monkeypatch)
     kept = InMemoryCheckpoint(make(), loss=LostNodes((1,), (2, 3)))
     topology = SimpleNamespace(world_size=2, num_nodes=1)
     with caplog.at_level("INFO", log.name):
-        tell(topology, None, SimpleNamespace(state=state, problem=problem), kept)
+        kept.tell(topology, None, SimpleNamespace(state=state, problem=problem))
     assert told in caplog.text
 
 

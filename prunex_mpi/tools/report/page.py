@@ -15,8 +15,8 @@ import numpy as np
 from prunex_mpi import __version__
 from prunex_mpi.base.errors import UserError, enumerated, quote
 from prunex_mpi.base.files import no_links, tomllib
+from prunex_mpi.base.imports import require_packages
 from prunex_mpi.base.record_keys import LABELS, LOSS, flat_table
-from prunex_mpi.base.single_process import require_packages
 from prunex_mpi.base.tables import Cell, LossCell, Table, format_cell
 from prunex_mpi.base.units import KIB, MIB
 from prunex_mpi.config.resolve import make, to_toml

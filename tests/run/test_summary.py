@@ -1,18 +1,18 @@
-"""Log records, and progress: lines of what happens in an outer iteration and of what is left."""
+"""Progress: lines of what happens in an outer iteration and of what is left."""
 
-import logging
 import threading
 import time
 from typing import Any
 
 import pytest
 
-from prunex_mpi.base import logs as module
+from prunex_mpi.base.errors import set_up_logging
 from prunex_mpi.base.heartbeat import Heartbeat
-from prunex_mpi.base.logs import Length, Progress, log, set_up_logging
+from prunex_mpi.run import summary as module
+from prunex_mpi.run.summary import Progress
 
 # 8 outer iterations of 10 steps of 64 images.
-LENGTH = Length(iterations=8, steps=80, count=64)
+LENGTH = {"iterations": 8, "steps": 80, "count": 64, "unit": "images"}
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def begin(length: Length, heartbeat: Heartbeat, enabled: bool = True) -> Progress:
+def begin(heartbeat: Heartbeat, enabled: bool = True) -> Progress:
     set_up_logging(0, 2)
-    return Progress(length, enabled, heartbeat)
+    return Progress(**LENGTH, enabled=enabled, heartbeat=heartbeat)
 
 
 def record(iteration: int, accuracy: float | None = 0.9512, frozen: bool = False) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def record(iteration: int, accuracy: float | None = 0.9512, frozen: bool = False
 
 
 def test_it_is_one_line_per_iteration(capsys, clock):
-    progress = begin(LENGTH, Heartbeat())
+    progress = begin(Heartbeat())
     progress.start(0, 10)
     clock[0] += 2.0
     progress.update(record(1, accuracy=None), 10, 10)
@@ -62,7 +62,7 @@ def test_it_is_one_line_per_iteration(capsys, clock):
 
 
 def test_nothing_is_left_after_the_last(capsys, clock):
-    progress = begin(LENGTH, Heartbeat())
+    progress = begin(Heartbeat())
     progress.start(70, 10)
     clock[0] += 2.0
     progress.update(record(8), 80, 10)
@@ -72,7 +72,7 @@ def test_nothing_is_left_after_the_last(capsys, clock):
 
 def test_a_long_iteration_says_every_half_minute_where_it_is(capsys, clock):
     heartbeat = Heartbeat()
-    progress = begin(LENGTH, heartbeat)
+    progress = begin(heartbeat)
     progress.start(20, 10)
     heartbeat.enter("local", 3)
     lines = []
@@ -104,7 +104,7 @@ def test_its_thread_looks_by_itself(capsys, monkeypatch):
     monkeypatch.setattr(module, "LINE_S", 0.02)
     heartbeat = Heartbeat()
     heartbeat.enter("inter", 5)
-    progress = begin(LENGTH, heartbeat)
+    progress = begin(heartbeat)
     shown, end = "", time.monotonic() + 20
     while shown.count("iteration 5/8: phase inter") < 2 and time.monotonic() < end:
         time.sleep(0.02)
@@ -115,31 +115,9 @@ def test_its_thread_looks_by_itself(capsys, monkeypatch):
 
 
 def test_it_is_silent_where_it_is_not_enabled(capsys):
-    progress = begin(LENGTH, Heartbeat(), enabled=False)
+    progress = begin(Heartbeat(), enabled=False)
     assert "progress" not in [thread.name for thread in threading.enumerate()]
     progress.start(0, 10)
     progress.update(record(1), 10, 10)
     progress.close()
     assert capsys.readouterr().err == ""
-
-
-def test_records_name_the_rank_and_others_say_only_warnings(capsys):
-    set_up_logging(0, 4)
-    set_up_logging(0, 4)
-    log.info("started")
-    set_up_logging(3, 4)
-    log.info("not shown")
-    log.warning("trouble")
-    assert capsys.readouterr().err == "[0/4] started\n[3/4] trouble\n"
-    assert not log.propagate
-
-
-def test_a_record_is_one_line_whatever_names_are_in_it(capsys):
-    set_up_logging(0, 4)
-    log.warning("left out: %s", "train/\x1b]0;title\x07\n[1/4] all is well")
-    said = "[0/4] left out: train/\\x1b]0;title\\x07\\n[1/4] all is well\n"
-    assert capsys.readouterr().err == said
-
-
-def test_logger_is_the_packages():
-    assert log is logging.getLogger("prunex_mpi")
