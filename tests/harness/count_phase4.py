@@ -1,7 +1,7 @@
 """Train, and write what the kernel counts on this host's link during each exchange.
 
-That is each phase 4, of messages in fragments each fragment, or of methods that exchange at each step the
-average of each step's gradient.
+That is each phase 4, of messages in fragments each fragment, or of methods that exchange at each
+step the average of each step's gradient.
 
     mpirun -n 4 python count_phase4.py FILE [flags of prunex_mpi.train]
 

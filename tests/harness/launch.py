@@ -40,18 +40,26 @@ def environment(**extra: str) -> dict[str, str]:
     }
 
 
+def run(command: list[str], cwd: Path | None = None, **extra: str):
+    """Run a command with a time limit; return the ended process and what it has written."""
+    given = {"cwd": cwd, "env": environment(**extra), "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, **given, timeout=LIMIT_S, capture_output=True, text=True)
+
+
+def run_python(arguments: list[str], cwd: Path | None = None, **extra: str):
+    """Run `python arguments` in one process with a time limit; return it, ended."""
+    return run([sys.executable, *arguments], cwd, **extra)
+
+
 def run_job(ranks: int, arguments: list[str], cwd: Path, **extra: str):
     """Run `python arguments` on `ranks` ranks with a time limit; return the ended process."""
-    command = [*launcher(), "-n", str(ranks), sys.executable, *arguments]
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(**extra),
-        timeout=LIMIT_S,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    return run([*launcher(), "-n", str(ranks), sys.executable, *arguments], cwd, **extra)
+
+
+def start(command: list[str], cwd: Path) -> subprocess.Popen[str]:
+    """Start a command, with its errors among its output; return it."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=cwd, env=environment(), text=True, **pipes)
 
 
 def train(ranks: int, arguments: list[str], cwd: Path, **extra: str):

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from compared import assert_sane, column, run_bench
+from compared import assert_sane, column
+from launch import run_python
 from refused import assert_refused
 
 from mpi4py import MPI
@@ -179,7 +180,7 @@ def test_a_section_that_hangs_ends_the_job():
         "measure.make_state = lambda *_: time.sleep(100)\n"
         "bench.main(['kernels', '--model=resnet8', '--threads=1', '--timeout=5'])\n"
     )
-    done = run_bench(code=code)
+    done = run_python(["-c", code])
     assert done.returncode == FAILURE
     assert "no progress for 5 s in phase kernels" in done.stderr
 
