@@ -320,7 +320,7 @@ SlurmdParameters=config_overrides
 SelectType=select/linear
 MpiDefault=pmi2
 ReturnToService=2
-KillWait={kill_wait_s}
+KillWait=30
 JobRequeue=1
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 NodeName={names} CPUs=8 State=UNKNOWN
@@ -329,7 +329,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 @contextmanager
-def slurm(made: Cluster, kill_wait_s: int = 30) -> Iterator[dict[str, str]]:
+def slurm(made: Cluster) -> Iterator[dict[str, str]]:
     """Start Slurm on the hosts; give what a command needs in its environment to find it."""
     folder = made.folder / "slurm"
     for name in ("munge", "state", *(f"spool-{h.name}" for h in made.hosts)):
@@ -342,7 +342,6 @@ def slurm(made: Cluster, kill_wait_s: int = 30) -> Iterator[dict[str, str]]:
             first_job=1 + int(time.time()) % 10**7,
             folder=folder,
             names=names,
-            kill_wait_s=kill_wait_s,
         )
     )
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")

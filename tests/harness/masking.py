@@ -1,14 +1,21 @@
 """Masks drawn at random, networks with zeros where they say, and the projection of vectors."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunex_mpi.models import standalone
 from prunex_mpi.models.layout import Layout
 from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.groups import Groups
 from prunex_mpi.pruning.masks import Plan, build_plan, find_pruned, make_mask
 from prunex_mpi.pruning.projection import group_squared_norms, select
+from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
+from prunex_mpi.tools.export_run import write_network
 
 
 def plan_of(layout: Layout, groups: Groups, bits: np.ndarray, device: torch.device) -> Plan:
@@ -32,6 +39,19 @@ def mask_(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> None:
         for dim, ids in coupling.slices(name):
             gone = np.flatnonzero((ids >= 0) & removed[ids])
             p.index_fill_(dim, torch.from_numpy(gone), 0)
+
+
+def exported(
+    folder: Path, network: nn.Module, coupling: Coupling, removed: np.ndarray, **plan: Any
+) -> nn.Module:
+    """Write what is left of a network as export does, and load it; `plan` has its model's words.
+
+    And the sizes of its layers, where it was smaller already.
+    """
+    folder.mkdir(exist_ok=True)
+    plan = {"layers": smaller_sizes(network, coupling, removed), **plan}
+    write_network(folder, smaller_tensors(network, coupling, removed), json.loads(json.dumps(plan)))
+    return standalone.load(folder)
 
 
 def project(

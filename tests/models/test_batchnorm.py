@@ -59,14 +59,6 @@ def test_rounding_never_makes_a_variance_negative():
     assert flat.tolist() == [4, 0]
 
 
-def test_a_model_without_statistics_needs_no_buffer():
-    flat = torch.empty(0)
-    batchnorm.read_([], flat, flat)
-    batchnorm.as_plain_([], flat, flat)
-    batchnorm.write_plain([], flat)
-    assert batchnorm.numel([]) == 0
-
-
 def test_estimate_over_batches_weighs_the_first_as_much_as_the_last():
     model = small_model().double()
     images = torch.randn(24, 3, 10, 10, dtype=torch.float64)

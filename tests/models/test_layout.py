@@ -35,16 +35,6 @@ class Tied(nn.Module):
         return self.gain * self.again(self.inner(x))
 
 
-def test_segments_follow_named_parameters_without_gaps():
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
-    layout = build_layout(model)
-    named = list(model.named_parameters())
-    assert [s.name for s in layout.segments] == [name for name, _ in named]
-    assert [s.shape for s in layout.segments] == [tuple(p.shape) for _, p in named]
-    offsets = [s.offset for s in layout.segments] + [layout.numel]
-    assert offsets == [0, *np.cumsum([p.numel() for _, p in named])]
-
-
 def test_shared_modules_count_once_and_frozen_or_empty_parameters_not_at_all():
     layout = build_layout(Tied())
     names = [s.name for s in layout.segments]

@@ -70,8 +70,8 @@ def summary(run: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
-    assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
+def require(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 def count_sent(

@@ -17,7 +17,6 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.cli import parse as resume
 from prunex_mpi.config.resolve import make
-from prunex_mpi.run.finished_run import read_finished_run
 from prunex_mpi.tools.evaluate_network import evaluate
 from prunex_mpi.tools.evaluate_options import parse
 
@@ -42,23 +41,6 @@ def run(folder: Path, name: str, **changes: Any) -> tuple[list[dict], dict[str, 
 def assert_same(one: tuple, other: tuple) -> None:
     assert one[0] == other[0]
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
-
-
-@pytest.mark.mpi
-def test_own_digits_train_what_the_built_in_ones_train():
-    with run_folder() as folder:
-        plain = run(folder, "plain", dataset="digits", val_split=0.1)
-        again = {"dataset": "own_data:digits_again", "val_split": 0.1}
-        assert_same(plain, run(folder, "memory", **again, data_mode="memory", workers=1))
-        assert_same(plain, run(folder, "stream", **again, data_mode="stream", workers=3))
-        if WORLD.rank == 0:
-            names = again["dataset"], "odd_models:small"
-            built_in, own = (
-                read_finished_run(folder / name, given=names).test for name in ("plain", "stream")
-            )
-            assert torch.equal(built_in.images[:], own.images[:])
-            assert torch.equal(built_in.labels, own.labels)
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi

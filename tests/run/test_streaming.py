@@ -61,42 +61,26 @@ def assert_same(first: Path, second: Path) -> None:
     assert all(torch.equal(state[name], other[name]) for name in state)
 
 
-@pytest.mark.parametrize("method", ["prunex", "dense"])
-def test_a_stream_trains_what_memory_trains(tmp_path, run, method):
-    assert run("memory", "--method", method, "--data-mode", "memory") == 0
-    assert run("stream", "--method", method, "--data-mode", "stream", "--workers", "3") == 0
-    assert_same(tmp_path / "memory", tmp_path / "stream")
-    lines = (tmp_path / "stream/metrics.jsonl").read_text().splitlines()
-    waited = [json.loads(line)["data_wait_seconds"] for line in lines]
-    assert waited[0] > 0
-    assert all(
-        0 <= seconds < json.loads(line)["seconds"]["local"]
-        for seconds, line in zip(waited, lines, strict=True)
-    )
-
-
 @pytest.mark.usefixtures("leaving_early")
-def test_a_stream_that_was_left_goes_on_exactly(tmp_path, run):
+def test_a_stream_that_was_left_goes_on_exactly(tmp_path, run, monkeypatch):
+    """With the colours it began with: other ranks would measure others, on other images."""
     assert run("whole", "--data-mode", "memory") == 0
-    assert run("run", "--data-mode", "stream", "--time-limit", "1") == 75
-    again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
-    # With another number of threads, too.
-    assert train.main([*again, "--workers", "1"]) == 0
-    assert_same(tmp_path / "whole", tmp_path / "run")
-
-
-@pytest.mark.usefixtures("leaving_early")
-def test_a_run_that_goes_on_has_the_colours_it_began_with(tmp_path, run, monkeypatch):
-    """Other ranks would measure others, on other images."""
-    assert run("run", "--time-limit", "1") == 75
+    assert run("run", "--data-mode", "stream", "--workers", "3", "--time-limit", "1") == 75
     table = tomllib.loads((tmp_path / "run/config.toml").read_text())
     mean, std = table["image-mean"], table["image-std"]
     monkeypatch.setattr(problem, "measure_colours", Mock(side_effect=AssertionError))
     again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
-    assert train.main(again) == 0
+    # With another number of threads, too.
+    assert train.main([*again, "--workers", "1"]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "run")
     delivered = json.loads((tmp_path / "run/summary.json").read_text())["delivered"]
     assert (delivered["mean"], delivered["std"]) == (mean, std)
     assert len(mean) == len(std) == 3
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    waited = [json.loads(line)["data_wait_seconds"] for line in lines]
+    local = [json.loads(line)["seconds"]["local"] for line in lines]
+    assert waited[0] > 0
+    assert all(0 <= wait < whole for wait, whole in zip(waited, local, strict=True))
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
