@@ -30,7 +30,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import environment
+import launch
 
 PREFIX = "prunex"
 BRIDGES = ("prunexbr", "prunexbs")
@@ -254,45 +254,33 @@ def srun_words(nodes: int, tasks_per_node: int) -> list[str]:
     return ["srun", f"--mpi={flavour}", f"-N{nodes}", f"--ntasks-per-node={tasks_per_node}"]
 
 
+# Of a job on the hosts: between them everything goes over the link.
+OVER_THE_LINK = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "tcp,sm,self",
+    "OMPI_MCA_btl_tcp_if_include": "eth0",
+    # The hosts share the processors: who waits must not take one from a rank that works.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    # Otherwise UCX goes around the link, through memory that the hosts share in truth.
+    "UCX_TLS": "tcp,self",
+}
+
+
 def job_environment() -> dict[str, str]:
-    """Return the environment of a job on the hosts: between them everything goes over the link."""
-    return environment(
-        OMPI_MCA_pml="ob1",
-        OMPI_MCA_btl="tcp,sm,self",
-        OMPI_MCA_btl_tcp_if_include="eth0",
-        # The hosts share the processors: who waits must not take one from a rank that works.
-        OMPI_MCA_mpi_yield_when_idle="1",
-        # Otherwise UCX goes around the link, through memory that the hosts share in truth.
-        UCX_TLS="tcp,self",
-    )
+    """Return the environment of a job on the hosts."""
+    return launch.environment(**OVER_THE_LINK)
 
 
 def run_on(
-    made: Cluster, words: list[str], cwd: Path, limit_s: float, **extra: str
+    made: Cluster, words: list[str], cwd: Path, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command on the first host, from where launchers reach the others; return it, ended."""
-    return subprocess.run(
-        on_host(made.first, words),
-        cwd=cwd,
-        env={**job_environment(), **extra},
-        timeout=limit_s,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    return launch.run(on_host(made.first, words), cwd, **OVER_THE_LINK, **extra)
 
 
 def start_on(host: Host, words: list[str], cwd: Path) -> subprocess.Popen[str]:
     """Start a command on a host, with its errors among its output; return it."""
-    return subprocess.Popen(
-        on_host(host, words),
-        cwd=cwd,
-        env=job_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return launch.start(on_host(host, words), cwd, **OVER_THE_LINK)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -375,7 +363,7 @@ def slurm(made: Cluster) -> Iterator[dict[str, str]]:
 
         def ready() -> bool:
             words = ["sinfo", "-h", "-o", "%T %D"]
-            state = run_on(made, words, folder, START_LIMIT_S, **found)
+            state = run_on(made, words, folder, **found)
             return state.stdout.split() == ["idle", str(len(made.hosts))]
 
         _wait_for(ready, "Slurm", folder)

@@ -56,10 +56,10 @@ def run_job(ranks: int, arguments: list[str], cwd: Path, **extra: str):
     return run([*launcher(), "-n", str(ranks), sys.executable, *arguments], cwd, **extra)
 
 
-def start(command: list[str], cwd: Path) -> subprocess.Popen[str]:
+def start(command: list[str], cwd: Path, **extra: str) -> subprocess.Popen[str]:
     """Start a command, with its errors among its output; return it."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=cwd, env=environment(), text=True, **pipes)
+    return subprocess.Popen(command, cwd=cwd, env=environment(**extra), text=True, **pipes)
 
 
 def train(ranks: int, arguments: list[str], cwd: Path, **extra: str):

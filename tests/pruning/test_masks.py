@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from masking import plan_of, project
+from masking import convolutions, plan_of, prepare, project
 from pretended import GPU, pretended_gpu
 from torch import nn
 
@@ -22,29 +22,6 @@ INSIDE = [("pattern",), ("kernel",), ("kernel", "pattern"), ("pattern", "kernel"
 INSIDE += [o for kind in ("filter", "channel") for o in ((kind, "pattern"), ("pattern", kind))]
 INSIDE += [("shape", "pattern", "kernel"), ("channel", "kernel", "filter", "pattern")]
 CPU = torch.device("cpu")
-
-
-def convolutions() -> nn.Module:
-    """Convolutions of every sort; what lies between them is never pruned."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.Conv2d(8, 6, 3),
-        nn.Conv2d(4, 6, 3, groups=2, dilation=2),
-        nn.Conv3d(2, 2, (1, 3, 3)),
-        nn.Conv2d(6, 8, 1, bias=False),
-        nn.Conv2d(8, 12, (3, 2), groups=4),
-        nn.Conv2d(6, 6, 3, groups=6),
-        nn.Conv2d(4, 8, 1, groups=2),
-        nn.Conv1d(5, 4, 3),
-        nn.Linear(4, 3),
-    )
-
-
-def prepare(kinds: tuple[str, ...]) -> tuple[Layout, Groups]:
-    model = convolutions()
-    layout = build_layout(model)
-    return layout, find_groups(model, layout, kinds, [0.4])
 
 
 def masks(groups: Groups, seed: int) -> list[np.ndarray]:

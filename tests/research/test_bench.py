@@ -24,7 +24,7 @@ from prunex_mpi.settings.fields import Settings
 from prunex_mpi.tools import export_proof
 from prunex_mpi.tools.export_proof import Action, seconds_per_call, wall_times
 
-pytestmark = pytest.mark.two_ranks
+pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 
 CPU = torch.device("cpu")
 SMALL = make(model="resnet8", batch_size=4, device="cpu")
@@ -93,7 +93,6 @@ def test_overhead_trains_with_the_driver_before_and_after_the_freeze(alone):
         assert 0 < share < 100
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
@@ -114,7 +113,6 @@ def test_collectives_are_timed_alike_on_every_rank(ranks_per_node):
     assert all(other == titles[0] for other in titles)
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_dense_and_ddp_take_the_same_steps():
     settings = make(model="resnet8", batch_size=2, device="cpu")
@@ -154,7 +152,6 @@ def test_a_file_that_cannot_be_written_is_refused():
     assert_refused(lambda: run_sections(MPI.COMM_SELF, options, Heartbeat()), "/nowhere/x.json")
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_every_rank_refuses_what_cannot_be_measured_before_anything_is(monkeypatch):
     monkeypatch.setattr(measure, "collectives", pytest.fail)

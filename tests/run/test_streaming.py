@@ -25,7 +25,10 @@ from prunex_mpi.methods.pactrain import batches_to_score
 from prunex_mpi.run import problem, supervision
 from prunex_mpi.run.supervision import outer_iterations
 
-pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
+pytestmark = [
+    *(pytest.mark.any_mpi, pytest.mark.two_ranks),
+    pytest.mark.usefixtures("failing_instead_of_aborting"),
+]
 FILES = ["--dataset", "imagefolder"]
 MODEL = ("--model", "odd_models:small")
 SMALL = [
@@ -130,9 +133,7 @@ def files(tmp_path: Path) -> Iterator[dict[str, Any]]:
 GREY = {"image_mean": (0.5,) * 3, "image_std": (0.25,) * 3, "evaluate_every": 3}
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.two_ranks
 @pytest.mark.parametrize("scenario", ["recipe", "local sgd", "flat consensus", "dense", "behind"])
 def test_an_image_that_one_rank_cannot_read_ends_all(files, scenario):
     each = 1 if scenario == "flat consensus" else 2
@@ -152,9 +153,7 @@ def test_an_image_that_one_rank_cannot_read_ends_all(files, scenario):
     assert context.state.position.iteration == 1
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.two_ranks
 def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
     with (
         nodes_of(2) as topology,
@@ -172,9 +171,7 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
         assert context.stop.reason == "an error on some rank"
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.two_ranks
 def test_statistics_of_damaged_images_are_refused_by_all_ranks(files):
     files |= {"model": "resnet8-w4"}
     with nodes_of(2) as topology, small_run(topology, "recipe", **files) as context:
@@ -186,9 +183,7 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(files):
     assert caught.value.exit_code == UNREADABLE
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.two_ranks
 def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(files, monkeypatch):
     monkeypatch.setattr(pactrain, "SAMPLES", 2)
     found = []

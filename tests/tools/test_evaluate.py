@@ -26,7 +26,7 @@ from prunex_mpi.tools import export_run as export
 from prunex_mpi.tools.evaluate_network import describe, evaluate, outcome, read_network
 from prunex_mpi.tools.evaluate_options import Options, parse
 
-pytestmark = pytest.mark.two_ranks
+pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 
 
 def make_images(folder: Path) -> Path:
@@ -47,7 +47,6 @@ def found_by(network: Path, folder: Path, *flags: str) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes():
     with run_folder() as folder:
@@ -104,7 +103,6 @@ def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes():
         WORLD.Barrier()
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_none_of_the_images_to_train_on_is_decoded(monkeypatch):
     spy = Mock(side_effect=image_files.as_uint8)
@@ -190,7 +188,6 @@ def test_wrong_flags_are_named(words, why):
         parse(words)
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_file_that_rank_0_cannot_write_ends_all_ranks():
     with pytest.raises(UserError, match=r"--json 'none/x.json': No such file"):
