@@ -133,7 +133,6 @@ def test_weights_that_are_read_slowly_are_no_standstill(flag, kind, monkeypatch)
                 pass
 
         heartbeat.check(begin)
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi
@@ -168,7 +167,6 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended():
         assert found.image_std == pytest.approx((0.4,) * 3)
         taken = [torch.equal(t, weights[k]) for k, t in model.state_dict().items()]
         assert all(taken) == (WORLD.rank == 0)
-        WORLD.Barrier()
 
 
 def test_the_classes_of_another_run_are_compared_by_name(tmp_path, caplog):

@@ -62,7 +62,6 @@ def test_own_files_train_what_their_folder_trains_and_are_evaluated():
         of_folder = found(str(folder / "plain"))
         assert of_folder == found(str(folder / "own"), "--dataset", "own_data:from_files")
         assert of_folder == found(str(folder / "plain"), "--dataset", "own_data:from_files")
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi
@@ -81,7 +80,6 @@ def test_a_run_goes_on_with_the_images_it_began_with_alone():
         WORLD.Barrier()
         with pytest.raises(UserError, match="the data were others then"):
             run_job_here(again)
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -100,7 +100,6 @@ def test_a_run_and_its_export_reach_what_the_run_did_and_name_its_classes():
             found_by(folder / "run", folder, "--dataset", "digits")
         with pytest.raises(UserError, match="give --dataset"):
             found_by(folder / "run/model", folder)
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi
@@ -157,7 +156,6 @@ def test_none_of_the_images_to_train_on_is_decoded(monkeypatch):
             with pytest.raises(UserError, match=r"cannot read image .*bee/000\.png") as caught:
                 found_by(network, folder, *flags)
             assert caught.value.exit_code == UNREADABLE
-        WORLD.Barrier()
 
 
 def test_classes_without_an_image_have_no_accuracy_and_the_lowest_are_shown(monkeypatch):
