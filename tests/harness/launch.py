@@ -18,12 +18,22 @@ def launcher() -> list[str]:
     """Return the launcher and its flags, as batch/test.sh exports it or as found; else skip."""
     if os.environ.get("PRUNEX_MPIRUN"):
         return shlex.split(os.environ["PRUNEX_MPIRUN"])
-    path = Path(sys.executable).with_name("mpirun")
-    found = str(path) if path.exists() else shutil.which("mpirun")
+    found = mpirun()
     if found is None:
         pytest.skip("no mpirun beside python or on PATH")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-    return [found, "--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else [found]
+    return [found, "--oversubscribe", "--bind-to", "none"] if is_open_mpi(found) else [found]
+
+
+def mpirun() -> str | None:
+    """Return the mpirun beside this Python, or the one on PATH."""
+    path = Path(sys.executable).with_name("mpirun")
+    return str(path) if path.exists() else shutil.which("mpirun")
+
+
+def is_open_mpi(program: str = "") -> bool:
+    """Return whether a launcher, or that of jobs, is Open MPI's; any other is MPICH's."""
+    command = [program or launcher()[0], "--version"]
+    return "Open MPI" in subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def environment(**extra: str) -> dict[str, str]:
