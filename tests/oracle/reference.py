@@ -6,6 +6,7 @@ with algorithm and equations line by line. It shares with the package only the d
 
 import copy
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 
 import torch
@@ -50,9 +51,7 @@ def groups_of(weight, kind, conv_groups):
         for o, c in kernels:
             yield [marked(weight, *((o, c, y, x) for y, x in places)) for places in PATTERNS]
     else:
-        inside = [()]
-        if kind == "shape":
-            inside = [(y, x) for y in range(weight.shape[2]) for x in range(weight.shape[3])]
+        inside = list(product(*map(range, weight.shape[2:]))) if kind == "shape" else [()]
         for q in range(conv_groups):
             rows = slice(q * outputs // conv_groups, (q + 1) * outputs // conv_groups)
             yield [marked(weight, (rows, c, *place)) for c in range(inputs) for place in inside]

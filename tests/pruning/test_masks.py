@@ -7,13 +7,14 @@ import pytest
 import torch
 from masking import convolutions, plan_of, prepare, project
 from pretended import GPU, pretended_gpu
+from reference import groups_of
 from torch import nn
 
 from prunex_mpi.models import batchnorm
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
-from prunex_mpi.pruning.groups import PATTERNS, Groups, find_groups
+from prunex_mpi.pruning.groups import Groups, find_groups
 from prunex_mpi.pruning.masks import count_kept, cut_plan, make_mask, pack_, unpack_
 from prunex_mpi.pruning.projection import select
 
@@ -67,25 +68,17 @@ def test_a_mask_goes_to_a_gpu_in_few_copies(kinds):
 
 def walked(layout: Layout, groups: Groups, mask: np.ndarray) -> torch.Tensor:
     """Return the 0/1 vector of a mask by walking over the kernels and slices of all groups."""
-    support = np.ones(layout.numel)
+    support = torch.ones(layout.numel, dtype=torch.float64)
     for s in itertools.chain(*groups.kinds):
-        layer, bits = groups.layers[s.layer], mask[s.start : s.stop]
+        layer = groups.layers[s.layer]
         segment = layout.segments[layer.segment]
-        out, inputs = segment.shape[:2]
-        kernels = support[segment.place].reshape(out, inputs, -1)
-        for o, c in itertools.product(range(out), range(inputs)):
-            block = o // layer.rows
-            if s.kind == "pattern":
-                kernels[o, c] *= PATTERNS[bits.reshape(out, inputs, 4)[o, c]].any(axis=0)
-            elif s.kind == "kernel":
-                kernels[o, c] *= bits.reshape(out, inputs)[o, c]
-            elif s.kind == "filter":
-                kernels[o, c] *= bits[o]
-            elif s.kind == "channel":
-                kernels[o, c] *= bits.reshape(layer.blocks, inputs)[block, c]
-            else:
-                kernels[o, c] *= bits.reshape(layer.blocks, inputs, -1)[block, c]
-    return torch.from_numpy(support)
+        weight = support[segment.place].view(segment.shape)
+        kept = torch.zeros_like(weight)
+        members = itertools.chain(*groups_of(weight, s.kind, layer.blocks))
+        for bit, member in zip(mask[s.start : s.stop].tolist(), members, strict=True):
+            kept[member] += bit
+        weight *= kept > 0
+    return support
 
 
 @pytest.mark.parametrize("kinds", [*ORDERS, *INSIDE], ids="+".join)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from masking import project
+from reference import groups_of
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import weight_norm
@@ -59,19 +60,8 @@ def prepare(
 
 def group_elements(shape: Sequence[int], conv_groups: int, kind: str) -> list[list[np.ndarray]]:
     """Return the flat indices of each group of a weight, one list per independent selection."""
-    index = np.arange(math.prod(shape)).reshape(shape)
-    if kind == "filter":
-        return [[row.reshape(-1) for row in index]]
-    if kind == "kernel":
-        return [list(index.reshape(-1, math.prod(shape[2:])))]
-    selections = []
-    for block in np.split(index, conv_groups):
-        columns = block.reshape(block.shape[0], -1)
-        if kind == "shape":
-            selections.append(list(columns.T))
-        else:
-            selections.append([block[:, c].reshape(-1) for c in range(shape[1])])
-    return selections
+    every = groups_of(torch.empty(shape), kind, conv_groups)
+    return [[mask.view(-1).nonzero().view(-1).numpy() for mask in selection] for selection in every]
 
 
 @pytest.mark.parametrize("kind", ["filter", "channel", "shape", "kernel"])
