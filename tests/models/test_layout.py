@@ -14,7 +14,6 @@ from prunex_mpi.models.layout import (
     bits_digest,
     build_layout,
     flatten_,
-    scale_,
     squared_distances,
     tiles,
 )
@@ -134,16 +133,6 @@ def test_what_mpi_cannot_add_up_is_refused(kind):
 def tied_vector() -> tuple[Layout, Tensor]:
     layout = build_layout(Tied())
     return layout, torch.arange(1.0, 1 + layout.numel, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("factors", [[3, 3, 3], [2, -1, 0.5]])
-def test_scale_multiplies_each_segment_by_its_factor(factors):
-    layout, flat = tied_vector()
-    expected = flat.clone()
-    for segment, factor in zip(layout.segments, factors, strict=True):
-        expected[segment.offset : segment.offset + segment.numel] *= factor
-    scale_(flat, layout, np.array(factors, dtype=np.float64))
-    assert torch.equal(flat, expected)
 
 
 @pytest.mark.parametrize("length", [1, 3, 10, 2**16])
