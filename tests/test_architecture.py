@@ -1,15 +1,13 @@
 """The layers of the package and the habits that keep it safe, read off its syntax trees."""
 
 import ast
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from launch import run_python
 
 PACKAGE = Path(__file__).resolve().parents[1] / "prunex_mpi"
 NAME = PACKAGE.name
@@ -338,13 +336,5 @@ def test_replicate_loads_neither_data_sets_nor_images():
 
 def assert_runs(program: str) -> None:
     """Run a program with the package on its path."""
-    paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = run_python(["-c", program])
     assert result.returncode == 0, result.stderr

@@ -131,7 +131,7 @@ def command(
 ) -> list[str]:
     """Return the launcher's command for one run in the current folder."""
     agent, faults = str(made.folder / "agent"), QUEUED.get(way, way)
-    job = [str(machines.mpirun()), "--prtemca", "plm_ssh_agent", agent, "--host", "{hosts}"]
+    job = [machines.mpirun(), "--prtemca", "plm_ssh_agent", agent, "--host", "{hosts}"]
     job += ["--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE", "-n", "{ranks}"]
     flags = [*TRAIN.split(), "--outer-iterations", str(iterations), "--run-dir", "run"]
     flags += ["--local-steps", str(options.local_steps)]

@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 from faulty import FAULTS
-from launch import environment, launcher, repeatable_metrics
+from launch import environment, is_open_mpi, launcher, repeatable_metrics
 
 pytestmark = [pytest.mark.faults, pytest.mark.jobs]
 
@@ -264,12 +264,6 @@ class Job:
     def tail(self) -> str:
         """Return the end of what the job said."""
         return self.err.read_text(errors="replace")[-3000:]
-
-
-def is_open_mpi() -> bool:
-    """Return whether Open MPI starts the jobs."""
-    version = subprocess.run([launcher()[0], "--version"], capture_output=True, text=True)
-    return "Open MPI" in version.stdout
 
 
 # --------------------------------------------------------------------------------------------------

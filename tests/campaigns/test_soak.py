@@ -10,24 +10,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-import torch
-from jobs import NoisyNet, run_directory
+from jobs import run_directory
 from nodes import WORLD, nodes_of
+from small_runs import small_run
 
 from mpi4py import MPI
 
-from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import ReceivedSignal
-from prunex_mpi.comm.collectives import build_transport
-from prunex_mpi.comm.preemption import stop_agreement
-from prunex_mpi.config.resolve import make
-from prunex_mpi.core.mask_choice import make_groups
-from prunex_mpi.core.state import RunContext, build_state
-from prunex_mpi.data.request import Request
-from prunex_mpi.methods import hsadmm
-from prunex_mpi.models.inputs import Images
-from prunex_mpi.models.layout import build_layout
-from prunex_mpi.run.problem import build_problem, load_dataset
+from prunex_mpi.run import supervision
 from prunex_mpi.run.supervision import Checkpoints, iterate, progress_of
 
 WARM = 50
@@ -70,28 +60,19 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("preset", ["recipe", "paper"])
 def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
     iterations = request.config.getoption("--soak-iterations")
-    settings = make(
-        preset,
-        dataset="synthetic",
-        train_samples=32,
-        test_samples=8,
-        image_size=8,
-        batch_size=4,
-        outer_iterations=iterations,
-        local_steps=1,
-        warmup_iterations=WARM // 2,
-        keep_ramp_iterations=WARM // 5,
+    settings = {
+        **{"preset": preset, "model": "faulty:noisy", "train_samples": 32},
+        **{"test_samples": 8, "outer_iterations": iterations},
+        **{"local_steps": 1, "progress": "off", "eps_abs": 0.0, "eps_rel": 0.0},
+        **{"warmup_iterations": WARM // 2, "keep_ramp_iterations": WARM // 5},
         # Balanced penalties grow for as long as a run goes on.
-        penalty="fixed",
+        "penalty": "fixed",
         # Masks go on being agreed on, in the longest stage there is.
-        freeze_iteration=0 if preset == "paper" else WARM - 5,
-        freeze_drift=-1.0,
-        eps_abs=0.0,
-        eps_rel=0.0,
-        progress="off",
-    )
+        "freeze_iteration": 0 if preset == "paper" else WARM - 5,
+        "freeze_drift": -1.0,
+    }
     samples: list[tuple[int, tuple[int, int, int]]] = []
-    real = hsadmm.outer_iterations
+    real = supervision.outer_iterations
 
     def watched(*arguments: object) -> Iterator[dict]:
         for record in real(*arguments):
@@ -99,23 +80,15 @@ def test_a_long_run_leaves_nothing_behind(preset, request, monkeypatch):
                 samples.append((resident_bytes(), held()))
             yield record
 
-    monkeypatch.setattr(hsadmm, "outer_iterations", watched)
+    monkeypatch.setattr(supervision, "outer_iterations", watched)
     with nodes_of(2) as nodes, run_directory() as files:
         topology = replace(nodes, world=WatchedComm(nodes.world), node=WatchedComm(nodes.node))
-        model = NoisyNet()
-        layout = build_layout(model)
-        transport = build_transport(torch.device("cpu"), 2**-10, "host")
-        dataset = load_dataset(topology, Request.of(settings))
-        heartbeat, device = Heartbeat(), torch.device("cpu")
-        problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
-        groups = make_groups(settings, model, layout, Images(dataset.image_size))
-        state = build_state(model, layout, groups, settings)
-        received = ReceivedSignal()
-        with stop_agreement(topology.world, received, None) as stop:
-            context = RunContext(state, problem, settings, transport, heartbeat, stop)
-            checkpoints = Checkpoints(topology, files, "10", received)
-            with closing(progress_of(topology, context)) as progress:
-                status = iterate(topology, files, context, checkpoints, progress, None)
+        with (
+            small_run(topology, "recipe", **settings) as context,
+            closing(progress_of(topology, context)) as progress,
+        ):
+            checkpoints = Checkpoints(topology, files, "10", ReceivedSignal())
+            status = iterate(topology, files, context, checkpoints, progress, None)
     assert status == "completed"
     (early, held_early), (late, held_late) = samples
     assert held_late == held_early

@@ -38,9 +38,9 @@ def stream(shard: Shard, look: ImageFormat = LOOK, **changes: object) -> BatchSt
     return BatchStream(shard, look, **(STREAM | changes))
 
 
-def random_shard(count: int, side: int = 6) -> Shard:
+def random_shard(count: int) -> Shard:
     generator = torch.Generator().manual_seed(5)
-    images = torch.randint(1, 256, (count, 3, side, side), generator=generator)
+    images = torch.randint(1, 256, (count, 3, 6, 6), generator=generator)
     return Shard(images.to(torch.uint8), torch.arange(count))
 
 

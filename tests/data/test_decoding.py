@@ -297,15 +297,3 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
     for name in ("fifo.png", "device.png"):
         with pytest.raises(UserError, match="not a regular file"):
             open_rgb(str(tmp_path / name))
-
-
-def test_refused_files_are_named_in_one_line(tmp_path):
-    Image.new("F", (2, 2), 0.5).save(tmp_path / "f.tif")
-    Image.new("I", (2, 2), 70000).save(tmp_path / "i.tif")
-    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    for file in tmp_path.iterdir():
-        with pytest.raises(UserError) as caught:
-            open_rgb(str(file))
-        assert caught.value.exit_code == UNREADABLE
-        assert str(file) in str(caught.value)
-        assert "\n" not in str(caught.value)

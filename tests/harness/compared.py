@@ -1,8 +1,6 @@
 """Tables of bench and compare, and fabricated runs of comparisons."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 from prunex_mpi.base.tables import Table, format_table
@@ -26,13 +24,6 @@ RAN = Measured(
     parameters_left=60,
     curve=(Point(0.25, 2.0, 1, 2**19, 3.0, 1.0), Point(0.5, 1.0, 2, 2**20, 7.0, 5.0)),
 )
-
-
-def run_bench(*flags: str, code: str = "") -> subprocess.CompletedProcess:
-    command = ["-c", code] if code else ["-m", "prunex_mpi.bench"]
-    return subprocess.run(
-        [sys.executable, *command, *flags], capture_output=True, text=True, timeout=120
-    )
 
 
 def column(table: Table, name: str) -> list:

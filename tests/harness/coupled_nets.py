@@ -114,24 +114,20 @@ class OwnAttention(nn.Module):
 
 
 class DroppingAttention(nn.Module):
-    """The same with dropout of what softmax gives and of the output, written out or fused."""
+    """The same with dropout of what softmax gives and of the output."""
 
-    def __init__(self, width: int, heads: int, inside: float = 0.3, fused: bool = False) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.proj_drop, self.attn_drop = nn.Dropout(0.2), nn.Dropout(inside)
-        self.heads, self.fused = heads, fused
+        self.proj_drop, self.attn_drop = nn.Dropout(0.2), nn.Dropout(0.3)
+        self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
         n, s, c = x.shape
         qkv = self.qkv(x).reshape(n, s, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
-        if self.fused:
-            rate = self.attn_drop.p if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate)
-        else:
-            attention = (q @ k.transpose(-2, -1) * (c // self.heads) ** -0.5).softmax(dim=-1)
-            y = self.attn_drop(attention) @ v
+        attention = (q @ k.transpose(-2, -1) * (c // self.heads) ** -0.5).softmax(dim=-1)
+        y = self.attn_drop(attention) @ v
         return self.proj_drop(self.proj(y.transpose(1, 2).reshape(n, s, c)))
 
 

@@ -83,9 +83,9 @@ def make_context(settings, model, stream, steps=STEPS, loss=F.cross_entropy, sid
     return RunContext(state, problem, settings, SMALL_BUCKETS, Heartbeat())
 
 
-def comms_of(topology, transport=SMALL_BUCKETS, flat=False):
+def comms_of(topology, flat=False):
     """Return the wires of a rank, with counts of their own."""
-    return make_comms(topology, flat, transport, Traffic(), Clock())
+    return make_comms(topology, flat, SMALL_BUCKETS, Traffic(), Clock())
 
 
 def wire_of(comm, transport=SMALL_BUCKETS, kind="payload"):

@@ -10,7 +10,7 @@ from PIL import Image
 CLASSES = ("ant", "bee", "cat")
 
 
-def write_folder(root: Path, train: int = 20, test: int = 5, side: int = 8) -> Path:
+def write_folder(root: Path, train: int = 20, test: int = 5) -> Path:
     """Write so many random images of each class, PNG and JPEG; return `root`."""
     rng = np.random.default_rng(7)
     for split, count in (("train", train), ("test", test)):
@@ -18,7 +18,7 @@ def write_folder(root: Path, train: int = 20, test: int = 5, side: int = 8) -> P
             folder = root / split / name
             folder.mkdir(parents=True)
             for index in range(count):
-                pixels = rng.integers(0, 200, (side, side, 3), dtype=np.uint8)
+                pixels = rng.integers(0, 200, (8, 8, 3), dtype=np.uint8)
                 pixels[..., number] += 55
                 Image.fromarray(pixels).save(folder / f"{index:03}.{('png', 'jpg')[index % 2]}")
     return root
@@ -30,14 +30,14 @@ def damage(path: Path) -> str:
     return str(path)
 
 
-def write_tars(root: Path, folder: Path, each: int = 7) -> Path:
-    """Pack a folder's images into tar files of `each`, as WebDataset does; return `root`."""
+def write_tars(root: Path, folder: Path) -> Path:
+    """Pack a folder's images into tar files of 7, as WebDataset does; return `root`."""
     for split in ("train", "test"):
         (root / split).mkdir(parents=True)
         files = sorted((folder / split).glob("*/*"))
-        for start in range(0, len(files), each):
+        for start in range(0, len(files), 7):
             with tarfile.open(root / split / f"{start:04}.tar", "w") as tar:
-                for file in files[start : start + each]:
+                for file in files[start : start + 7]:
                     key = f"{file.parent.name}_{file.stem}"
                     add(tar, f"{key}.cls", str(CLASSES.index(file.parent.name)).encode())
                     add(tar, f"{key}{file.suffix}", file.read_bytes())

@@ -18,12 +18,22 @@ def launcher() -> list[str]:
     """Return the launcher and its flags, as batch/test.sh exports it or as found; else skip."""
     if os.environ.get("PRUNEX_MPIRUN"):
         return shlex.split(os.environ["PRUNEX_MPIRUN"])
-    path = Path(sys.executable).with_name("mpirun")
-    found = str(path) if path.exists() else shutil.which("mpirun")
+    found = mpirun()
     if found is None:
         pytest.skip("no mpirun beside python or on PATH")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-    return [found, "--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else [found]
+    return [found, "--oversubscribe", "--bind-to", "none"] if is_open_mpi(found) else [found]
+
+
+def mpirun() -> str | None:
+    """Return the mpirun beside this Python, or the one on PATH."""
+    path = Path(sys.executable).with_name("mpirun")
+    return str(path) if path.exists() else shutil.which("mpirun")
+
+
+def is_open_mpi(program: str = "") -> bool:
+    """Return whether a launcher, or that of jobs, is Open MPI's; any other is MPICH's."""
+    command = [program or launcher()[0], "--version"]
+    return "Open MPI" in subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -40,18 +50,26 @@ def environment(**extra: str) -> dict[str, str]:
     }
 
 
+def run(command: list[str], cwd: Path | None = None, **extra: str):
+    """Run a command with a time limit; return the ended process and what it has written."""
+    given = {"cwd": cwd, "env": environment(**extra), "stdin": subprocess.DEVNULL}
+    return subprocess.run(command, **given, timeout=LIMIT_S, capture_output=True, text=True)
+
+
+def run_python(arguments: list[str], cwd: Path | None = None, **extra: str):
+    """Run `python arguments` in one process with a time limit; return it, ended."""
+    return run([sys.executable, *arguments], cwd, **extra)
+
+
 def run_job(ranks: int, arguments: list[str], cwd: Path, **extra: str):
     """Run `python arguments` on `ranks` ranks with a time limit; return the ended process."""
-    command = [*launcher(), "-n", str(ranks), sys.executable, *arguments]
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(**extra),
-        timeout=LIMIT_S,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    return run([*launcher(), "-n", str(ranks), sys.executable, *arguments], cwd, **extra)
+
+
+def start(command: list[str], cwd: Path, **extra: str) -> subprocess.Popen[str]:
+    """Start a command, with its errors among its output; return it."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=cwd, env=environment(**extra), text=True, **pipes)
 
 
 def train(ranks: int, arguments: list[str], cwd: Path, **extra: str):

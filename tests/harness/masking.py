@@ -1,14 +1,46 @@
 """Masks drawn at random, networks with zeros where they say, and the projection of vectors."""
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunex_mpi.models.layout import Layout
+from prunex_mpi.models import standalone
+from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.coupling import Coupling
-from prunex_mpi.pruning.groups import Groups
+from prunex_mpi.pruning.groups import Groups, find_groups
 from prunex_mpi.pruning.masks import Plan, build_plan, find_pruned, make_mask
 from prunex_mpi.pruning.projection import group_squared_norms, select
+from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
+from prunex_mpi.tools.export_run import write_network
+
+
+def convolutions() -> nn.Module:
+    """Convolutions of every sort; what lies between them is never pruned."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 6, 3),
+        nn.Conv2d(4, 6, 3, groups=2, dilation=2),
+        nn.Conv3d(2, 2, (1, 3, 3)),
+        nn.Conv2d(6, 8, 1, bias=False),
+        nn.Conv2d(8, 12, (3, 2), groups=4),
+        nn.Conv2d(6, 6, 3, groups=6),
+        nn.Conv2d(4, 8, 1, groups=2),
+        nn.Conv1d(5, 4, 3),
+        nn.Linear(4, 3),
+    )
+
+
+def prepare(kinds: Sequence[str], ratio: float = 0.4) -> tuple[Layout, Groups]:
+    """Return layout and groups of these convolutions."""
+    model = convolutions()
+    layout = build_layout(model)
+    return layout, find_groups(model, layout, kinds, [ratio])
 
 
 def plan_of(layout: Layout, groups: Groups, bits: np.ndarray, device: torch.device) -> Plan:
@@ -32,6 +64,19 @@ def mask_(model: nn.Module, coupling: Coupling, removed: np.ndarray) -> None:
         for dim, ids in coupling.slices(name):
             gone = np.flatnonzero((ids >= 0) & removed[ids])
             p.index_fill_(dim, torch.from_numpy(gone), 0)
+
+
+def exported(
+    folder: Path, network: nn.Module, coupling: Coupling, removed: np.ndarray, **plan: Any
+) -> nn.Module:
+    """Write what is left of a network as export does, and load it; `plan` has its model's words.
+
+    And the sizes of its layers, where it was smaller already.
+    """
+    folder.mkdir(exist_ok=True)
+    plan = {"layers": smaller_sizes(network, coupling, removed), **plan}
+    write_network(folder, smaller_tensors(network, coupling, removed), json.loads(json.dumps(plan)))
+    return standalone.load(folder)
 
 
 def project(

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from nodes import WORLD
 
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import ReceivedSignal
@@ -64,7 +63,7 @@ def small_run(
     dataset = load_dataset(topology, Request.of(settings), device=place[0])
     context = assemble(topology, settings, dataset, *place, heartbeat or Heartbeat())
     with (
-        stop_agreement(WORLD, ReceivedSignal(), None) as stop,
+        stop_agreement(topology.world, ReceivedSignal(), None) as stop,
         exchanging_asynchronously(topology, overlaps_steps(settings), place[1]) as helper,
     ):
         yield replace(context, stop=stop, helper=helper)

@@ -126,11 +126,8 @@ class ByHand(nn.Module):
         return self.head(self.norms[2](x + self.down(y)))
 
 
-def by_hand(vocab_size: int, context: int) -> nn.Module:
-    return ByHand(vocab_size, context)
-
-
-FACTORIES = [f"text_nets:{f.__name__}" for f in (llama, llama_tied, gpt2, by_hand)]
+by_hand = ByHand
+FACTORIES = [f"text_nets:{name}" for name in ("llama", "llama_tied", "gpt2", "by_hand")]
 OURS = [
     "gpt_nano",
     *(f"gpt_nano-{v}" for v in ("rms", "rotary", "swiglu", "gqa", "untied")),

@@ -59,27 +59,6 @@ def test_rounding_never_makes_a_variance_negative():
     assert flat.tolist() == [4, 0]
 
 
-def test_a_model_without_statistics_needs_no_buffer():
-    flat = torch.empty(0)
-    batchnorm.read_([], flat, flat)
-    batchnorm.as_plain_([], flat, flat)
-    batchnorm.write_plain([], flat)
-    assert batchnorm.numel([]) == 0
-
-
-def test_estimate_over_batches_weighs_the_first_as_much_as_the_last():
-    model = small_model().double()
-    images = torch.randn(24, 3, 10, 10, dtype=torch.float64)
-    images += torch.arange(24.0).view(-1, 1, 1, 1)
-    # A generator, as the driver passes.
-    batchnorm.estimate(model, batchnorm.find(model), (b for b in images.split(8)))
-    with torch.no_grad():
-        values = model[0](images).transpose(0, 1)
-    torch.testing.assert_close(model[1].running_mean, values.flatten(1).mean(dim=1), **EXACTLY)
-    spread = torch.stack([v.flatten(1).var(dim=1) for v in values.split(8, dim=1)]).mean(dim=0)
-    torch.testing.assert_close(model[1].running_var, spread, **EXACTLY)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_estimate_restores_momentum_and_mode_and_leaves_weights_alone(training):
     model = small_model().train(training)

@@ -14,7 +14,6 @@ from prunex_mpi.models.layout import (
     bits_digest,
     build_layout,
     flatten_,
-    scale_,
     squared_distances,
     tiles,
 )
@@ -33,16 +32,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gain * self.again(self.inner(x))
-
-
-def test_segments_follow_named_parameters_without_gaps():
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
-    layout = build_layout(model)
-    named = list(model.named_parameters())
-    assert [s.name for s in layout.segments] == [name for name, _ in named]
-    assert [s.shape for s in layout.segments] == [tuple(p.shape) for _, p in named]
-    offsets = [s.offset for s in layout.segments] + [layout.numel]
-    assert offsets == [0, *np.cumsum([p.numel() for _, p in named])]
 
 
 def test_shared_modules_count_once_and_frozen_or_empty_parameters_not_at_all():
@@ -144,16 +133,6 @@ def test_what_mpi_cannot_add_up_is_refused(kind):
 def tied_vector() -> tuple[Layout, Tensor]:
     layout = build_layout(Tied())
     return layout, torch.arange(1.0, 1 + layout.numel, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("factors", [[3, 3, 3], [2, -1, 0.5]])
-def test_scale_multiplies_each_segment_by_its_factor(factors):
-    layout, flat = tied_vector()
-    expected = flat.clone()
-    for segment, factor in zip(layout.segments, factors, strict=True):
-        expected[segment.offset : segment.offset + segment.numel] *= factor
-    scale_(flat, layout, np.array(factors, dtype=np.float64))
-    assert torch.equal(flat, expected)
 
 
 @pytest.mark.parametrize("length", [1, 3, 10, 2**16])

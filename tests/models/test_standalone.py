@@ -142,13 +142,6 @@ def write(folder: Path, **changes: object) -> None:
     save_file(model.state_dict(), folder / standalone.MODEL)
 
 
-def test_a_network_is_loaded_for_evaluation(tmp_path):
-    write(tmp_path)
-    model = load(str(tmp_path))
-    assert not any(module.training for module in model.modules())
-    assert model(torch.zeros(1, 3, 8, 8)).shape == (1, 10)
-
-
 def test_another_format_and_weights_of_other_sizes_are_refused(tmp_path):
     write(tmp_path, format=99)
     with pytest.raises(ValueError, match="format 99"):

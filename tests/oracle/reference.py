@@ -6,6 +6,7 @@ with algorithm and equations line by line. It shares with the package only the d
 
 import copy
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 
 import torch
@@ -23,32 +24,12 @@ def conv_shapes(model):
     }
 
 
-def slices_of(weight, kind, conv_groups):
-    """Yield lists of element masks: one list per selection, one mask per group."""
-    rows_per_group = weight.shape[0] // conv_groups
-    if kind == "filter":
-        masks = []
-        for o in range(weight.shape[0]):
-            mask = torch.zeros_like(weight, dtype=torch.bool)
-            mask[o] = True
-            masks.append(mask)
-        yield masks
-        return
-    for q in range(conv_groups):
-        rows = slice(q * rows_per_group, (q + 1) * rows_per_group)
-        masks = []
-        for c in range(weight.shape[1]):
-            if kind == "channel":
-                mask = torch.zeros_like(weight, dtype=torch.bool)
-                mask[rows, c] = True
-                masks.append(mask)
-            else:
-                for y in range(weight.shape[2]):
-                    for x in range(weight.shape[3]):
-                        mask = torch.zeros_like(weight, dtype=torch.bool)
-                        mask[rows, c, y, x] = True
-                        masks.append(mask)
-        yield masks
+def marked(weight, *places):
+    """Return the element mask of these places."""
+    mask = torch.zeros_like(weight, dtype=torch.bool)
+    for place in places:
+        mask[place] = True
+    return mask
 
 
 # ClickTrain's patterns of 3x3 kernels: places (row, column) that a kernel keeps.
@@ -58,24 +39,22 @@ PATTERNS = tuple(
 )
 
 
-def inside_of(weight, kind):
-    """Yield lists as `slices_of`: all kernels of a weight, or the patterns of each of them."""
-    everything = []
-    for o in range(weight.shape[0]):
-        for c in range(weight.shape[1]):
-            masks = []
-            for places in PATTERNS if kind == "pattern" else [None]:
-                mask = torch.zeros_like(weight, dtype=torch.bool)
-                if places is None:
-                    mask[o, c] = True
-                for y, x in places or ():
-                    mask[o, c, y, x] = True
-                masks.append(mask)
-            if kind == "pattern":
-                yield masks
-            everything += masks
-    if kind == "kernel":
-        yield everything
+def groups_of(weight, kind, conv_groups):
+    """Yield lists of element masks: one list per selection, one mask per group."""
+    outputs, inputs = weight.shape[:2]
+    kernels = [(o, c) for o in range(outputs) for c in range(inputs)]
+    if kind == "filter":
+        yield [marked(weight, o) for o in range(outputs)]
+    elif kind == "kernel":
+        yield [marked(weight, kernel) for kernel in kernels]
+    elif kind == "pattern":
+        for o, c in kernels:
+            yield [marked(weight, *((o, c, y, x) for y, x in places)) for places in PATTERNS]
+    else:
+        inside = list(product(*map(range, weight.shape[2:]))) if kind == "shape" else [()]
+        for q in range(conv_groups):
+            rows = slice(q * outputs // conv_groups, (q + 1) * outputs // conv_groups)
+            yield [marked(weight, (rows, c, *place)) for c in range(inputs) for place in inside]
 
 
 def is_prunable(weight, kind, info):
@@ -111,9 +90,7 @@ def project(candidates, infos, kinds, ratio, node_weights):
             if not is_prunable(weights[0], kind, info):
                 continue
             kept = torch.zeros_like(support)
-            inside = kind in ("kernel", "pattern")
-            every = inside_of(weights[0], kind) if inside else slices_of(weights[0], kind, info[0])
-            for groups in every:
+            for groups in groups_of(weights[0], kind, info[0]):
                 squared_norms = [
                     sum(
                         p * float(((w * support)[g].double() ** 2).sum())
@@ -271,6 +248,9 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             optimizer = torch.optim.Adam(mine.parameters(), lr=s.lr, betas=betas, foreach=False)
         zero = {n: torch.zeros_like(v) for n, v in start.items()}
         ranks.append(Rank(mine, stream, optimizer, zero))
+    members = [
+        [r for r, node in zip(ranks, node_of, strict=True) if node == i] for i in range(nodes)
+    ]
     z = {n: v.clone() for n, v in start.items()}
     z_node = [{n: v.clone() for n, v in start.items()} for _ in range(nodes)]
     v = [{n: torch.zeros_like(x) for n, x in start.items()} for _ in range(nodes)]
@@ -344,8 +324,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
                 loss.backward()
                 losses[j] += float(loss.detach()) / s.steps
             if s.node_sync == "step":
-                for i in range(nodes):
-                    mine = [r for j, r in enumerate(ranks) if node_of[j] == i]
+                for mine in members:
                     for n in names:
                         grads = [parameters(r.model)[n].grad for r in mine]
                         mean = sum(grads) / len(grads)
@@ -437,8 +416,7 @@ def simulate(model, streams, node_sizes, loss_fn, s: SimpleNamespace):
             (float(plain[n][~mask[n]].abs().max()) for n in mask if not mask[n].all()), default=0.0
         )
         node_statistics = []
-        for i in range(nodes):
-            mine = [r for j, r in enumerate(ranks) if node_of[j] == i]
+        for mine in members:
             each = zip(*(batchnorms(r.model).values() for r in mine), strict=True)
             node_statistics.append([sum(map(moments, ms)) / len(ms) for ms in each])
         if coded:

@@ -579,8 +579,8 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
     """
     names, infos = list(parameters(model)), conv_shapes(model)
     total = sum(node_sizes)
-    node_of = [i for i, size in enumerate(node_sizes) for _ in range(size)]
     models = [copy.deepcopy(model) for _ in streams]
+    nodes = [[models[r] for r in ranks] for ranks, _ in workers_of(node_sizes, "hierarchical")]
     optimizers = [new_optimizer(m, s) for m in models]
     z = {n: p.detach().clone() for n, p in parameters(model).items()}
     velocity = {n: torch.zeros_like(x) for n, x in z.items()}
@@ -605,8 +605,7 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
                 loss = batch_loss(m, model, stream, optimizer, loss_fn, done)
                 loss.backward()
                 losses.append(float(loss.detach()))
-            for i in range(len(node_sizes) if s.node_sync == "step" else 0):
-                mine = [m for m, node in zip(models, node_of, strict=True) if node == i]
+            for mine in nodes if s.node_sync == "step" else ():
                 for n in names:
                     mean = sum(parameters(m)[n].grad for m in mine) / len(mine)
                     for m in mine:
@@ -619,16 +618,8 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
         mean = {n: sum(parameters(m)[n].detach() for m in models) / total for n in names}
         if s.method.name == "one-shot" and k == s.options.prune_iteration:
             by_node = [
-                {
-                    n: sum(
-                        parameters(m)[n].detach()
-                        for m, node in zip(models, node_of, strict=True)
-                        if node == i
-                    )
-                    / size
-                    for n in names
-                }
-                for i, size in enumerate(node_sizes)
+                {n: sum(parameters(m)[n].detach() for m in mine) / len(mine) for n in names}
+                for mine in nodes
             ]
             mask = project(by_node, infos, s.groups, s.keep_ratio, node_sizes)
             for m, optimizer in zip(models, optimizers, strict=True):
@@ -646,9 +637,8 @@ def simulate_local(model, streams, node_sizes, loss_fn, s):
         elif s.method.name == "sparseloco":
             total_sent = {n: torch.zeros_like(x) for n, x in z.items()}
             for i, size in enumerate(node_sizes):
-                mine = [m for m, node in zip(models, node_of, strict=True) if node == i]
                 for n in names:
-                    drift = z[n] - sum(parameters(m)[n].detach() for m in mine) / size
+                    drift = z[n] - sum(parameters(m)[n].detach() for m in nodes[i]) / size
                     left[i][n] = 0.95 * left[i][n] + drift
                 sent = sparse(left[i], s)
                 for n in names:

@@ -164,7 +164,6 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     # flags: code, words of the line
     "--dataset cifar11": (USAGE, ("'cifar11'", "'cifar10'", "package.module:factory")),
     "--dataset nowhere:f": (USAGE, ("dataset nowhere:f: cannot import 'nowhere'",)),
-    "--dataset own_data:raising": (UNREADABLE, ("own_data:raising failed", "FileNotFoundError")),
     "--dataset own_data:damaged --train-samples 6 --test-samples 2": (
         UNREADABLE,
         ("own_data:damaged train[4]", "RuntimeError: broken on purpose"),
@@ -176,8 +175,6 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "--on-node-loss continue": (USAGE, ("start it with Open MPI's mpirun --with-ft ulfm",)),
     "--model resnet21": (USAGE, ("'resnet21'", "did you mean 'resnet")),
     "--model nowhere:f": (USAGE, ("cannot import 'nowhere'",)),
-    "--model odd_models:absent": (USAGE, ("odd_models has no function 'absent'",)),
-    "--model odd_models:no_convolution": (USAGE, ("no convolution layer",)),
     "--model odd_models:_rank": (USAGE, ("odd_models:_rank", "TypeError")),
     "--model odd_models:more_while_training": (USAGE, ("returns tuple while it trains", "--loss")),
     "--model odd_models:centred": (USAGE, ("training moves 1.mean", "persistent=True")),
@@ -190,7 +187,6 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     f"--image-size {BIG}": (USAGE, ("image-size",)),
     f"--train-samples {BIG}": (USAGE, ("train-samples",)),
     f"--test-samples {BIG}": (USAGE, ("test-samples",)),
-    "--dataset digits --train-samples 9999": (USAGE, ("--train-samples 9999",)),
     "--lr 9e18": (FAILURE, ("not finite",)),
 }
 
@@ -700,13 +696,7 @@ CHECKPOINTS = [
     both("rank file a link", lambda p: link_to_itself_moved(p / RANK_0), RANK_0, PLAIN),
     both("rank file a pipe", lambda p: ((p / RANK_0).unlink(), os.mkfifo(p / RANK_0)), PLAIN),
     both("rank file a device", lambda p: replace(p / RANK_0, link="/dev/zero"), PLAIN),
-    *(
-        both(
-            f"rank file cut at {size}", lambda p, s=size: cut(p / RANK_0, s), RANK_0, f"has {size}"
-        )
-        for size in (0, 1, 8, 100, 20_000)
-    ),
-    both("rank file cut by one", lambda p: cut(p / RANK_0, -1), RANK_0, "bytes of"),
+    both("rank file cut", lambda p: cut(p / RANK_0, 100), RANK_0, "has 100 bytes of"),
     both("rank file longer", lambda p: (p / RANK_0).open("ab").write(b"\0"), RANK_0, "bytes of"),
     both("rank file flipped", lambda p: flip(p / RANK_0, 30_000, 4), "checksum", RANK_0),
     both("manifest absent", lambda p: (p / MANIFEST).unlink(), MANIFEST, PLAIN),

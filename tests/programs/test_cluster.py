@@ -60,7 +60,7 @@ def whole(hosts: Cluster, slurm: dict[str, str], tmp_path_factory: pytest.TempPa
     """The run of an srun on two hosts that nobody has disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     words = [*srun_words(2, 2), *TRAIN, *LONGER, "--run-dir", "run"]
-    require(run_on(hosts, words, folder, LIMIT_S, **slurm))
+    require(run_on(hosts, words, folder, **slurm))
     return folder / "run"
 
 
@@ -70,8 +70,8 @@ def summary(run: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def require(done: subprocess.CompletedProcess[str], code: int = 0) -> None:
-    assert done.returncode == code, (done.stdout + done.stderr)[-4000:]
+def require(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 def count_sent(
@@ -85,7 +85,7 @@ def count_sent(
     some = Cluster(hosts.hosts[: len(tasks)], hosts.folder)
     words = [*mpirun_words(some, tasks), sys.executable, script, str(folder / "sent"), *SMALL]
     words += [*flags, "--model", "resnet20", "--run-dir", "run"]
-    require(run_on(some, words, folder, LIMIT_S, **extra))
+    require(run_on(some, words, folder, **extra))
     assert summary(folder / "run")["nodes"] == tasks
     sent = [json.loads((folder / f"sent-{node}").read_text()) for node in range(len(tasks))]
     return repeatable_metrics(folder / "run"), sent
@@ -200,7 +200,7 @@ def test_a_job_on_hosts_is_stopped_and_goes_on_exactly(hosts, whole, tmp_path):
     out, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 75, out
     assert summary(tmp_path / "run")["status"] == "preempted"
-    require(run_on(pair, [*words, *flags], tmp_path, LIMIT_S))
+    require(run_on(pair, [*words, *flags], tmp_path))
     assert repeatable_metrics(tmp_path / "run") == repeatable_metrics(whole)
 
 
@@ -258,7 +258,7 @@ def complete(run: Path, nodes: int) -> bool:
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_srun_finds_hosts(count, hosts, slurm, tmp_path):
     words = [*srun_words(count, 2), *TRAIN, *SMALL, "--run-dir", "run"]
-    require(run_on(hosts, words, tmp_path, LIMIT_S, **slurm))
+    require(run_on(hosts, words, tmp_path, **slurm))
     assert complete(tmp_path / "run", count)
 
 
@@ -282,11 +282,11 @@ class Job:
     def state(self) -> str:
         """Return what Slurm says of it; nothing once it has been forgotten."""
         words = ["squeue", "-h", "-j", self.number, "-o", "%T"]
-        return run_on(self.hosts, words, self.folder, 30, **self.slurm).stdout.strip()
+        return run_on(self.hosts, words, self.folder, **self.slurm).stdout.strip()
 
     def control(self, *words: str) -> None:
         """Run a command of Slurm."""
-        require(run_on(self.hosts, [*words], self.folder, 30, **self.slurm))
+        require(run_on(self.hosts, [*words], self.folder, **self.slurm))
 
 
 def submit(
@@ -302,7 +302,7 @@ def submit(
     words += ["--cpus-per-task=1", "--output=job.out", str(ROOT / "batch" / f"{script}.sbatch")]
     environment = Path(sys.executable).parent.parent
     places = {"PRUNEX_HOME": str(ROOT), "PRUNEX_VENV": str(environment)}
-    done = run_on(hosts, [*words, *flags], folder, LIMIT_S, **slurm, **places)
+    done = run_on(hosts, [*words, *flags], folder, **slurm, **places)
     require(done)
     return Job(done.stdout.strip(), folder, slurm, hosts)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from image_folders import write_folder
-from launch import launcher
+from launch import launcher, run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "batch/gpu.sh"
@@ -33,10 +33,7 @@ WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU h
 )
 def test_it_says_what_it_lacks(tmp_path, folder, python, says):
     (tmp_path / "file").touch()
-    words, environment = ["bash", str(SCRIPT), str(tmp_path / folder)], {**os.environ}
-    result = subprocess.run(
-        words, env=environment | {"PYTHON": python}, capture_output=True, text=True, timeout=60
-    )
+    result = run(["bash", str(SCRIPT), str(tmp_path / folder)], PYTHON=python)
     assert result.returncode == 2 and says in result.stderr
     assert not result.stdout
 
@@ -46,20 +43,13 @@ def test_parts_that_were_not_begun_are_no_success(tmp_path):
     (tmp_path / "torch.py").write_text(TORCH)
     (tmp_path / "results.json").touch()
 
-    def run(**variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", str(SCRIPT), str(tmp_path)],
-            env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)} | variables,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    refused = run(PARTS="doctor typo")
+    words = ["bash", str(SCRIPT), str(tmp_path)]
+    given = {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    refused = run(words, **given, PARTS="doctor typo")
     assert refused.returncode == 2 and "PARTS names typo" in refused.stderr
     assert (tmp_path / "results.json").exists() and not (tmp_path / "parts.tsv").exists()
 
-    ended = run(LIMIT_S="0")
+    ended = run(words, **given, LIMIT_S="0")
     assert ended.returncode == 1, ended.stderr
     rows = [line.split("\t") for line in (tmp_path / "parts.tsv").read_text().splitlines()]
     assert {result for _, result, _ in rows} == {"not begun"}
@@ -71,13 +61,7 @@ def study(piece: object, place: Path, **variables: str) -> subprocess.CompletedP
     """Run a piece of the study with few steps of tiny networks, on the CPU."""
     given = {"GPU_STUDY_TINY": "1", "PYTHON": sys.executable, "OUT": f"{place}/out", **variables}
     given |= {"IMAGES": f"{place}/images.tar", "TEXT": f"{place}/text.tar", "WORK": f"{place}/work"}
-    return subprocess.run(
-        ["bash", str(ROOT / "batch/gpu_study.sh"), str(piece)],
-        env={**os.environ, **given},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return run(["bash", str(ROOT / "batch/gpu_study.sh"), str(piece)], **given)
 
 
 @pytest.mark.parametrize(("piece", "says"), [(7, "1 to 6"), (2, "set IMAGES"), (4, "set TEXT")])
@@ -120,7 +104,5 @@ def test_a_job_of_slurm_works_where_sbatch_says(tmp_path):
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
     slurm |= {"SLURM_JOB_NODELIST": "a", "PRUNEX_HOME": str(ROOT), "PRUNEX_ENV": "env.sh"}
     script = f"source {ROOT}/batch/_slurm.sh >&2; pwd"
-    result = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=os.environ | slurm, capture_output=True, text=True
-    )
+    result = run(["bash", "-c", script], tmp_path, **slurm)
     assert result.stdout.strip() == str(tmp_path), result.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import launcher, train
+from launch import is_open_mpi, launcher, train
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.jobs
@@ -41,12 +41,11 @@ PATHS = {
 def paths() -> dict[str, dict[str, str]]:
     """Return the settings that this MPI has been built for."""
     program = Path(launcher()[0])
-    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-    info = program.with_name("ompi_info" if "Open MPI" in version else "mpichversion")
+    kind = "openmpi" if is_open_mpi() else "mpich"
+    info = program.with_name("ompi_info" if kind == "openmpi" else "mpichversion")
     if not info.exists():
         pytest.skip(f"{info.name}, which says what the MPI is built for, is not beside {program}")
     built = subprocess.run([info], capture_output=True, text=True).stdout
-    kind = "openmpi" if "Open MPI" in version else "mpich"
     marks = {"tcp": "btl: tcp", "ucx": "pml: ucx", "shared memory": "btl: sm"}
     if kind == "mpich":
         marks = {"ucx": "ucx", "ofi": "ofi"}

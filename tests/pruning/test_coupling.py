@@ -166,10 +166,6 @@ class Branching(Plain):
         return self.inner(x) if float(x.sum()) > -1e9 else x
 
 
-def sets_of(model: nn.Module, side: int = SIDE) -> dict[str, int]:
-    return {s.name: s.count for s in find_coupling(model, Images(side)).sets}
-
-
 DOWN = "middle.down.weight"
 STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
 
@@ -207,7 +203,7 @@ STEM, INNER = "stem.0.weight", "middle.inner.0.weight"
 )
 def test_channels_that_meet_are_one_set(middle, expected):
     model = Body(middle())
-    assert sets_of(model) == expected
+    assert {s.name: s.count for s in find_coupling(model, Images(SIDE)).sets} == expected
     assert_exact(model)
 
 

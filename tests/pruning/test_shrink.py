@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from coupled_nets import timm_vit, vit
-from masking import draw, mask_
+from masking import draw, exported, mask_
 from odd_models import randomise_
 from torch import nn
 
@@ -15,9 +15,8 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.slim import CALLS
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.removable import find_removable, find_rules
-from prunex_mpi.pruning.shrink import shrink, smaller_sizes, smaller_tensors
+from prunex_mpi.pruning.shrink import shrink, smaller_sizes
 from prunex_mpi.tools.export_proof import EXACT, ROUNDINGS
-from prunex_mpi.tools.export_run import write_network
 
 # What half of the groups at most can leave of the parameters.
 NETWORKS = dict.fromkeys(
@@ -54,12 +53,8 @@ def test_removing_coupled_groups_changes_no_output(name, tmp_path):
     exactly = model.double()(images.double())
     assert bool((wanted[0] - wanted[1]).abs().max() > 1e-3)
     model.float()
-    tensors = smaller_tensors(model, coupling, removed)
-    layers = smaller_sizes(model, coupling, removed)
     before = sum(p.numel() for p in model.parameters())
-    del model
-    write_network(tmp_path, tensors, {"model": description, "layers": layers})
-    smaller = standalone.load(tmp_path)
+    smaller = exported(tmp_path, model, coupling, removed, model=description)
     assert sum(p.numel() for p in smaller.parameters()) < NETWORKS[name] * before
     # How much float32 costs is the processor's affair; what is computed is not.
     cost = float((wanted - exactly).abs().max())

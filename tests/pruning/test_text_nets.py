@@ -1,11 +1,9 @@
 """Coupled groups of networks that read tokens: heads, MLP units, and the width of the stream."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from masking import draw, mask_, plan_of
+from masking import draw, exported, mask_, plan_of
 from odd_models import randomise_
 from text_nets import FACTORIES, OURS, TOKENS, Logits
 from torch import nn
@@ -21,8 +19,7 @@ from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_squared_norms, select, with_budget
 from prunex_mpi.pruning.removable import find_removable, find_rules
-from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_sizes, smaller_tensors
-from prunex_mpi.tools.export_run import write_network
+from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_sizes
 
 EXACT = 1e-9
 # Of what travels at keep 0.5: the vocabulary stays, where a matrix of both its sides keeps 0.25.
@@ -56,10 +53,8 @@ def test_what_is_left_computes_the_same(name, tmp_path):
     assert np.array_equal(verdict.removed, removed)
     wanted = doubled(model)(tokens)
     assert float((wanted[0] - wanted[1]).abs().max()) > 1e-3
-    sizes = json.loads(json.dumps(smaller_sizes(model, coupling, removed)))
-    plan = {"model": describe(name, TOKENS), "layers": sizes}
-    write_network(tmp_path, smaller_tensors(model, coupling, removed), plan)
-    smaller = standalone.load(tmp_path)
+    sizes = smaller_sizes(model, coupling, removed)
+    smaller = exported(tmp_path, model, coupling, removed, model=describe(name, TOKENS))
     found = doubled(smaller)(tokens)
     limit = EXACT * max(1.0, float(wanted.abs().max()))
     torch.testing.assert_close(found, wanted, rtol=0, atol=limit)

@@ -34,7 +34,7 @@ WORLD = MPI.COMM_WORLD
 
 
 # Two outer iterations of one step each, on images that cost next to nothing.
-pytestmark = pytest.mark.two_ranks
+pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 
 TINY = [
     *("--model=resnet8", "--dataset=synthetic", "--image-size=8", "--batch-size=4"),
@@ -71,7 +71,6 @@ def compared(flags: list[str], folder, status: int = 0) -> tuple[dict[str, Table
     return {table.title.split()[0]: table for table in tables}, place
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_methods_are_compared_on_the_same_samples(quiet, tmp_path, capsys):
     flags = ["--methods", "dense", "topk", "prunex", *PRUNED_AT_ONCE, "--lr=0.1"]
@@ -157,7 +156,6 @@ def whole(place: str) -> dict:
     return json.loads(Path(f"{place}/tables.json").read_text(encoding="utf-8"))["comparison"]
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_networks_that_read_text_are_revealed_too(quiet, tmp_path, monkeypatch):
     place = Path(broadcast_text(WORLD, str(tmp_path)))
@@ -189,7 +187,6 @@ def test_networks_that_read_text_are_revealed_too(quiet, tmp_path, monkeypatch):
     assert all(0 < quality["loss"] < 10 for quality in tested)
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, monkeypatch):
     images = Path(broadcast_text(WORLD, str(tmp_path / "images")))
@@ -272,7 +269,6 @@ def test_no_run_reads_a_test_image_and_the_last_pass_does_once(quiet, tmp_path, 
         compared([*flags, "--resume"], tmp_path)
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_a_row_that_diverges_or_fails_says_so_and_ends_no_other(quiet, tmp_path, monkeypatch):
     diverging = '[rows.wild]\nmethod = "dense"\ngrid = {lr = [1e18, 1e17]}'
@@ -307,7 +303,6 @@ def test_a_row_that_diverges_or_fails_says_so_and_ends_no_other(quiet, tmp_path,
     assert cells(tables["Comparison:"], "poor")["seed 0"] == "failed"
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_row_that_can_not_be_is_refused_before_anything_runs(quiet, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "run", lambda *_: pytest.fail("it was trained"))
@@ -336,7 +331,6 @@ def test_rows_are_trained_on_as_many_samples_unless_they_say_otherwise(tmp_path)
         check(tuned + one)
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_path):
     _, first = compared(["--methods", "dense", "--seeds", "0", "1"], tmp_path / "first")
@@ -352,7 +346,6 @@ def test_each_seed_of_a_row_can_begin_with_the_network_of_its_own(quiet, tmp_pat
     assert digests[0] != digests[1]
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     flags = ["--methods", "local-sgd"]
@@ -389,7 +382,6 @@ def test_a_run_that_was_kept_is_not_taken_for_another(quiet, tmp_path):
     assert compare(WORLD, parse(again)) == 0
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi(min_size=2)
 def test_a_comparison_that_is_stopped_goes_on_from_the_checkpoint_of_its_run(
     quiet, tmp_path, monkeypatch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compared import run_bench
+from launch import run_python
 from refused import assert_refused
 
 from prunex_mpi.base.errors import UserError
@@ -287,7 +287,7 @@ def test_help_names_methods_and_starts_nothing():
         "except SystemExit as end:\n    assert end.code == 0\n"
         "assert not {'torch', 'mpi4py'} & set(sys.modules)\n"
     )
-    done = run_bench(code=code)
+    done = run_python(["-c", code])
     assert done.returncode == 0, done.stderr
     for word in (*METHODS, "--reveal", "--plan", "--keep-ratio", "--data-dir"):
         assert word in done.stdout

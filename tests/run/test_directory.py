@@ -14,17 +14,6 @@ from prunex_mpi.run import directory
 from prunex_mpi.run.directory import RunDirectory, check_run_dir, new_folder
 
 
-def test_run_directory_is_made_with_its_configuration_and_grows_by_lines(tmp_path):
-    path = tmp_path / "deep" / "run"
-    run = RunDirectory(path, 'model = "resnet20"\n# θ\n')
-    assert (path / "config.toml").read_text(encoding="utf-8") == 'model = "resnet20"\n# θ\n'
-    run.append("metrics.jsonl", [{"iteration": 1}])
-    run.append("metrics.jsonl", [{"iteration": 2}, {"iteration": 3, "test_accuracy": None}])
-    lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
-    assert not (path / "summary.json").exists()
-
-
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path):
     name = str(tmp_path / "runs" / "20260101-000000-resnet20")
     found = [new_folder(name) for _ in range(3)]
@@ -76,11 +65,14 @@ def test_records_that_ranks_have_open_are_not_in_the_way_on_nfs(tmp_path, monkey
 
 
 def test_summary_appears_whole_or_not_at_all(tmp_path, monkeypatch):
-    run = RunDirectory(tmp_path, "")
+    path = tmp_path / "deep" / "run"
+    run = RunDirectory(path, "# θ\n")
+    assert (path / "config.toml").read_text(encoding="utf-8") == "# θ\n"
+    summary = path / "summary.json"
+    assert not summary.exists()
     run.write_summary({"status": "completed", "iterations": 3})
-    summary = tmp_path / "summary.json"
     assert json.loads(summary.read_text(encoding="utf-8"))["iterations"] == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.toml", "lock", "summary.json"]
+    assert sorted(p.name for p in path.iterdir()) == ["config.toml", "lock", "summary.json"]
 
     def killed(_source: Path, _target: Path) -> None:
         raise KeyboardInterrupt

@@ -40,7 +40,7 @@ LOOK = {"mean": [0.5] * 3, "std": [0.2] * 3}
 # What each summary says of the network.
 DELIVERED = {**LOOK, "bytes": 1, "crc32": 0}
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 MODEL = "resnet8-w4"
 
 
@@ -71,7 +71,6 @@ def read_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.two_ranks
 @pytest.mark.mpi
 @pytest.mark.parametrize("scenario", DRIVERS)
 def test_every_rank_and_every_variable_begins_with_the_weights(scenario, monkeypatch):
@@ -97,7 +96,6 @@ def test_every_rank_and_every_variable_begins_with_the_weights(scenario, monkeyp
                 assert 0 <= found["test_accuracy"] <= 1
 
 
-@pytest.mark.two_ranks
 @pytest.mark.mpi
 @pytest.mark.parametrize(("flag", "kind"), [("init_from", "file"), ("teacher", "run")])
 def test_weights_that_are_read_slowly_are_no_standstill(flag, kind, monkeypatch):
@@ -134,10 +132,8 @@ def test_weights_that_are_read_slowly_are_no_standstill(flag, kind, monkeypatch)
                 pass
 
         heartbeat.check(begin)
-        WORLD.Barrier()
 
 
-@pytest.mark.two_ranks
 @pytest.mark.mpi
 def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended():
     with run_folder() as folder:
@@ -170,7 +166,6 @@ def test_a_run_goes_on_without_its_file_and_another_begins_where_it_ended():
         assert found.image_std == pytest.approx((0.4,) * 3)
         taken = [torch.equal(t, weights[k]) for k, t in model.state_dict().items()]
         assert all(taken) == (WORLD.rank == 0)
-        WORLD.Barrier()
 
 
 def test_the_classes_of_another_run_are_compared_by_name(tmp_path, caplog):

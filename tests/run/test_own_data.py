@@ -17,7 +17,6 @@ from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.config.cli import parse as resume
 from prunex_mpi.config.resolve import make
-from prunex_mpi.run.finished_run import read_finished_run
 from prunex_mpi.tools.evaluate_network import evaluate
 from prunex_mpi.tools.evaluate_options import parse
 
@@ -45,23 +44,6 @@ def assert_same(one: tuple, other: tuple) -> None:
 
 
 @pytest.mark.mpi
-def test_own_digits_train_what_the_built_in_ones_train():
-    with run_folder() as folder:
-        plain = run(folder, "plain", dataset="digits", val_split=0.1)
-        again = {"dataset": "own_data:digits_again", "val_split": 0.1}
-        assert_same(plain, run(folder, "memory", **again, data_mode="memory", workers=1))
-        assert_same(plain, run(folder, "stream", **again, data_mode="stream", workers=3))
-        if WORLD.rank == 0:
-            names = again["dataset"], "odd_models:small"
-            built_in, own = (
-                read_finished_run(folder / name, given=names).test for name in ("plain", "stream")
-            )
-            assert torch.equal(built_in.images[:], own.images[:])
-            assert torch.equal(built_in.labels, own.labels)
-        WORLD.Barrier()
-
-
-@pytest.mark.mpi
 def test_own_files_train_what_their_folder_trains_and_are_evaluated():
     with run_folder() as folder:
         if WORLD.rank == 0:
@@ -80,7 +62,6 @@ def test_own_files_train_what_their_folder_trains_and_are_evaluated():
         of_folder = found(str(folder / "plain"))
         assert of_folder == found(str(folder / "own"), "--dataset", "own_data:from_files")
         assert of_folder == found(str(folder / "plain"), "--dataset", "own_data:from_files")
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi
@@ -99,7 +80,6 @@ def test_a_run_goes_on_with_the_images_it_began_with_alone():
         WORLD.Barrier()
         with pytest.raises(UserError, match="the data were others then"):
             run_job_here(again)
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)

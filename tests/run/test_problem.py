@@ -11,7 +11,7 @@ import numpy as np
 import own_data
 import pytest
 import torch
-from image_folders import damage, write_folder, write_tars
+from image_folders import write_folder, write_tars
 from jobs import run_job_here
 from nodes import WORLD, nodes_of
 from own_data import Own
@@ -103,18 +103,6 @@ def test_no_class_folder_is_read_twice_by_the_ranks_of_a_job_or_of_a_dry_run(pla
                     load_dataset(topology, Request.of(settings)).close()
         every = told_by_all(mine)
         assert [path for path in every if path in expected] == expected, dry
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_what_one_rank_cannot_read_ends_all(places):
-    path = places["webdataset"] / "train/0007.tar"
-    if WORLD.rank == 0:
-        damage(path)
-    WORLD.Barrier()
-    with pytest.raises(UserError, match=f"cannot read tar file {path}") as caught:
-        share_contents(WORLD, request("webdataset", places), Heartbeat())
-    assert caught.value.exit_code == UNREADABLE
 
 
 @pytest.mark.any_mpi

@@ -125,22 +125,17 @@ def test_a_job_goes_on_where_hosts_answer(capfd):
 
 
 def test_hosts_that_answer_again_are_taken_in_after_a_checkpoint(capfd):
-    lines = "down c, it 1, exit 1", "sleep 0.3, up c, usr1 2", "it 50, sleep 0.2, end 0"
-    assert go(*lines) == 0
+    again = "it 50, it 51, it 52, sleep 0.2, end 0"
+    assert go("down c, it 1, exit 1", "sleep 0.3, up c, it 2, usr1 3", again) == 0
     assert [words[1] for words in starts()] == ["a,b,c", "a,b", "a,b,c"]
+    # The checkpoint with which the job leaves has all that it has done.
+    assert (notes()[1]["lost_iterations"], notes()[1]["iteration"] > 3) == (0, True)
+    assert notes()[1]["lost_seconds"] < 1
     assert [(n["left"], n["joined"], n["code"]) for n in notes()] == [
         (["c"], [], 1),
         ([], ["c"], 75),
     ]
     assert "c can be had again: the job leaves with a checkpoint" in capfd.readouterr().err
-
-
-def test_what_a_job_does_after_another_is_not_lost():
-    """The checkpoint with which a job leaves for a host that is back has all that it has done."""
-    again = "it 50, it 51, it 52, sleep 0.2, end 0"
-    assert go("down c, it 1, exit 1", "up c, it 2, usr1 3", again) == 0
-    assert (notes()[1]["lost_iterations"], notes()[1]["iteration"] > 3) == (0, True)
-    assert notes()[1]["lost_seconds"] < 1
 
 
 def test_a_job_that_does_not_train_yet_does_not_leave_for_others(capfd):

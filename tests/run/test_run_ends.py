@@ -57,7 +57,6 @@ def test_a_last_checkpoint_that_cannot_be_written_costs_a_complete_run_nothing(m
         assert not any((folder / "other/checkpoints").iterdir())
         totals = json.loads((folder / "other/summary.json").read_text())
         assert (totals["status"], totals["checkpoints"]["count"]) == ("completed", 0)
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi
@@ -81,4 +80,3 @@ def test_a_job_that_is_ended_before_its_summary_has_its_last_checkpoint(monkeypa
         assert len(metrics_of(folder / "run/metrics.jsonl")) == 2
         totals = json.loads((folder / "run/summary.json").read_text())
         assert (totals["status"], totals["checkpoints"]["count"]) == ("completed", 1)
-        WORLD.Barrier()

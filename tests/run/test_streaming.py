@@ -25,7 +25,10 @@ from prunex_mpi.methods.pactrain import batches_to_score
 from prunex_mpi.run import problem, supervision
 from prunex_mpi.run.supervision import outer_iterations
 
-pytestmark = pytest.mark.usefixtures("failing_instead_of_aborting")
+pytestmark = [
+    *(pytest.mark.any_mpi, pytest.mark.two_ranks),
+    pytest.mark.usefixtures("failing_instead_of_aborting"),
+]
 FILES = ["--dataset", "imagefolder"]
 MODEL = ("--model", "odd_models:small")
 SMALL = [
@@ -61,42 +64,26 @@ def assert_same(first: Path, second: Path) -> None:
     assert all(torch.equal(state[name], other[name]) for name in state)
 
 
-@pytest.mark.parametrize("method", ["prunex", "dense"])
-def test_a_stream_trains_what_memory_trains(tmp_path, run, method):
-    assert run("memory", "--method", method, "--data-mode", "memory") == 0
-    assert run("stream", "--method", method, "--data-mode", "stream", "--workers", "3") == 0
-    assert_same(tmp_path / "memory", tmp_path / "stream")
-    lines = (tmp_path / "stream/metrics.jsonl").read_text().splitlines()
-    waited = [json.loads(line)["data_wait_seconds"] for line in lines]
-    assert waited[0] > 0
-    assert all(
-        0 <= seconds < json.loads(line)["seconds"]["local"]
-        for seconds, line in zip(waited, lines, strict=True)
-    )
-
-
 @pytest.mark.usefixtures("leaving_early")
-def test_a_stream_that_was_left_goes_on_exactly(tmp_path, run):
+def test_a_stream_that_was_left_goes_on_exactly(tmp_path, run, monkeypatch):
+    """With the colours it began with: other ranks would measure others, on other images."""
     assert run("whole", "--data-mode", "memory") == 0
-    assert run("run", "--data-mode", "stream", "--time-limit", "1") == 75
-    again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
-    # With another number of threads, too.
-    assert train.main([*again, "--workers", "1"]) == 0
-    assert_same(tmp_path / "whole", tmp_path / "run")
-
-
-@pytest.mark.usefixtures("leaving_early")
-def test_a_run_that_goes_on_has_the_colours_it_began_with(tmp_path, run, monkeypatch):
-    """Other ranks would measure others, on other images."""
-    assert run("run", "--time-limit", "1") == 75
+    assert run("run", "--data-mode", "stream", "--workers", "3", "--time-limit", "1") == 75
     table = tomllib.loads((tmp_path / "run/config.toml").read_text())
     mean, std = table["image-mean"], table["image-std"]
     monkeypatch.setattr(problem, "measure_colours", Mock(side_effect=AssertionError))
     again = ["--resume", "--run-dir", str(tmp_path / "run"), *MODEL, "--time-limit", "0"]
-    assert train.main(again) == 0
+    # With another number of threads, too.
+    assert train.main([*again, "--workers", "1"]) == 0
+    assert_same(tmp_path / "whole", tmp_path / "run")
     delivered = json.loads((tmp_path / "run/summary.json").read_text())["delivered"]
     assert (delivered["mean"], delivered["std"]) == (mean, std)
     assert len(mean) == len(std) == 3
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    waited = [json.loads(line)["data_wait_seconds"] for line in lines]
+    local = [json.loads(line)["seconds"]["local"] for line in lines]
+    assert waited[0] > 0
+    assert all(0 <= wait < whole for wait, whole in zip(waited, local, strict=True))
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -146,9 +133,7 @@ def files(tmp_path: Path) -> Iterator[dict[str, Any]]:
 GREY = {"image_mean": (0.5,) * 3, "image_std": (0.25,) * 3, "evaluate_every": 3}
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.two_ranks
 @pytest.mark.parametrize("scenario", ["recipe", "local sgd", "flat consensus", "dense", "behind"])
 def test_an_image_that_one_rank_cannot_read_ends_all(files, scenario):
     each = 1 if scenario == "flat consensus" else 2
@@ -168,9 +153,7 @@ def test_an_image_that_one_rank_cannot_read_ends_all(files, scenario):
     assert context.state.position.iteration == 1
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.two_ranks
 def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
     with (
         nodes_of(2) as topology,
@@ -188,9 +171,7 @@ def test_ranks_do_not_wait_for_the_end_of_a_long_phase(files, monkeypatch):
         assert context.stop.reason == "an error on some rank"
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.two_ranks
 def test_statistics_of_damaged_images_are_refused_by_all_ranks(files):
     files |= {"model": "resnet8-w4"}
     with nodes_of(2) as topology, small_run(topology, "recipe", **files) as context:
@@ -202,9 +183,7 @@ def test_statistics_of_damaged_images_are_refused_by_all_ranks(files):
     assert caught.value.exit_code == UNREADABLE
 
 
-@pytest.mark.any_mpi
 @pytest.mark.mpi
-@pytest.mark.two_ranks
 def test_a_stream_is_scored_as_memory_is_and_never_by_damaged_images(files, monkeypatch):
     monkeypatch.setattr(pactrain, "SAMPLES", 2)
     found = []

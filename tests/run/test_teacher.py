@@ -55,7 +55,6 @@ def test_every_rank_learns_from_the_network_of_a_file(scenario):
             problem.model.load_state_dict(wanted)
             problem.model.eval()
             assert float(forward(context, *batch).detach()) == pytest.approx(0, abs=1e-5)
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi
@@ -72,7 +71,6 @@ def test_a_run_teaches_one_of_another_model_as_it_saw_images():
             raw = images * problem.std.view(1, 3, 1, 1) + problem.mean.view(1, 3, 1, 1)
             seen = images * teacher.scale + teacher.shift
             assert torch.allclose(seen, (raw - 0.3) / 0.4, atol=1e-5)
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi
@@ -99,7 +97,6 @@ def test_a_taught_run_goes_on_as_if_it_had_not_ended_and_with_its_teacher_alone(
         WORLD.Barrier()
         with pytest.raises(UserError, match=r"is not the file of before.*--teacher-digest"):
             run_job_here(parse(["--resume", "--run-dir", str(run)]))
-        WORLD.Barrier()
 
 
 def exported(folder: Path) -> str:
@@ -132,4 +129,3 @@ def test_what_can_not_teach_ends_the_job_on_every_rank(prepare, reason):
             small_run(topology, "dense", model=MODEL, teacher=path),
         ):
             pass
-        WORLD.Barrier()

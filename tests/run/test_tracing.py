@@ -56,7 +56,6 @@ def test_each_rank_has_a_file_of_phases_and_messages(scenario, message):
         if WORLD.size > 1:
             assert any(message in name for name in names)
         assert json.loads(path.read_text())["rank"] == WORLD.rank
-        WORLD.Barrier()
 
 
 def test_a_run_that_diverges_leaves_what_there_was():
@@ -72,4 +71,3 @@ def test_a_run_that_diverges_leaves_what_there_was():
             raise Diverged("on all ranks", FAILURE)
         assert profiler_of(context) is None
         assert "the last" in names_in(path)
-        WORLD.Barrier()

@@ -139,4 +139,3 @@ def test_a_run_delivers_its_best_and_tests_it_once(monkeypatch):
         assert metrics_of(folder / "whole/metrics.jsonl") == before
         again = load_file(folder / "whole/state.safetensors")
         assert all(torch.equal(best[key], again[key]) for key in best)
-        WORLD.Barrier()

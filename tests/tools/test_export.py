@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import pytest
 import torch
 from filelock import FileLock
 from jobs import run_job_here
+from launch import run_python
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -231,8 +231,7 @@ def test_it_loads_where_only_torch_is(own_run, tmp_path):
     images = ((pixels - mean) / std).double()
     save_file({"images": images}, tmp_path / "images.safetensors")
     paths = [own_run / "model", tmp_path / "images.safetensors", tmp_path / "outputs.safetensors"]
-    command = [sys.executable, "-I", "-c", STRANGER, *map(str, paths)]
-    result = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120)
+    result = run_python(["-I", "-c", STRANGER, *map(str, paths)], Path("/"))
     assert result.returncode == 0, result.stderr
     outputs = load_file(tmp_path / "outputs.safetensors")["outputs"]
     torch.testing.assert_close(outputs, masked.double()(images), rtol=0, atol=EXACT)

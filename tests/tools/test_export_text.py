@@ -13,7 +13,7 @@ from prunex_mpi.export import parse
 from prunex_mpi.models import standalone
 from prunex_mpi.tools.export_run import export
 
-pytestmark = pytest.mark.two_ranks
+pytestmark = [pytest.mark.any_mpi, pytest.mark.two_ranks]
 
 MODEL, CONTEXT = "tiny_text:gpt", 8
 RUN = {"dataset": "text", "tokenizer": "bytes", "model": MODEL, "context": CONTEXT}
@@ -23,7 +23,6 @@ RUN |= {"groups": ("coupled",), "progress": "off"}
 
 
 @pytest.mark.mpi
-@pytest.mark.any_mpi
 @pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_pruned_transformer_is_exported(onnx, capsys):
     with run_folder() as folder:
@@ -47,11 +46,9 @@ def test_a_pruned_transformer_is_exported(onnx, capsys):
             tokens = torch.randint(256, (3, 5))
             program = torch.export.load(folder / "run/model/model.pt2").module()
             torch.testing.assert_close(program(tokens), model(tokens))
-        WORLD.Barrier()
 
 
 @pytest.mark.mpi
-@pytest.mark.any_mpi
 def test_a_pruned_llama_is_written_for_others(capsys):
     with run_folder() as folder:
         settings = {**RUN, "model": "text_nets:our_llama"}
@@ -69,4 +66,3 @@ def test_a_pruned_llama_is_written_for_others(capsys):
             # The next export takes both away, and says so.
             export(parse(flags))
             assert "gone: model.gguf, transformers of the export before" in capsys.readouterr().out
-        WORLD.Barrier()

@@ -1,11 +1,10 @@
 """Folders that transformers loads, read by a process that does not know this package."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from launch import run_python
 from pruned_text import BYTES, CHARS, WINDOWS, built, pruned
 from text_nets import TOKENS, Logits, ours
 
@@ -24,7 +23,7 @@ TEXT = "a bad\nhead é?"
 READER = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-job = json.load(sys.stdin)
+job = json.loads(sys.argv[1])
 for folder in job["folders"]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -47,9 +46,8 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 def read_elsewhere(folders: list[str], tokens: torch.Tensor, text: str) -> list[list[object]]:
     job = json.dumps({"folders": folders, "tokens": tokens.tolist(), "text": text})
-    done = subprocess.run(
-        [sys.executable, "-c", READER], input=job, capture_output=True, text=True, check=True
-    )
+    done = run_python(["-c", READER, job])
+    assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

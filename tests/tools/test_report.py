@@ -6,7 +6,6 @@ Directories are fabricated: no job is started.
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import environment
+from launch import run_python
 from recorded import Delay, make_run, rank_lines, write_lines
 from refused import refused_by
 
@@ -321,14 +320,7 @@ def test_a_run_that_diverged_says_so(tmp_path):
 def test_a_run_without_ranks_and_layers_is_shown_and_without_torch(tmp_path):
     path = make_run(tmp_path / "run", iterations=4, ranks=False)
     (path / "layers.jsonl").unlink()
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(path)],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python(["-c", ALONE, str(path)], tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     text = text_of(path / "report.html")
     assert "completed after 4 outer iterations" in text and "waited for" not in text
