@@ -15,7 +15,7 @@ import numpy as np
 
 from mpi4py import MPI
 
-from prunex_mpi.base.errors import USAGE, UserError
+from prunex_mpi.base.errors import USAGE, UserError, quote
 from prunex_mpi.base.heartbeat import Heartbeat, read_and_written
 
 T = TypeVar("T")
@@ -180,10 +180,23 @@ def _pauses() -> Iterator[float]:
 
 
 def require_same(world: MPI.Comm, what: str, value: str) -> None:
-    """Raise UserError on every rank unless all pass the same `value`. Collective on `world`."""
+    """Raise UserError on every rank unless all pass the same `value`; it names lines that differ.
+
+    Collective on `world`.
+    """
     digest = hashlib.sha256(value.encode()).digest()[:8]
-    if not digests_agree(world, int.from_bytes(digest, "little")):
-        raise of_all(UserError(f"{what} differ between ranks; give all ranks the same ones", USAGE))
+    if digests_agree(world, int.from_bytes(digest, "little")):
+        return
+    first, own = broadcast_text(world, value).splitlines(), value.splitlines()
+    lacking, more = (
+        next((quote(line) for line in a if line not in b), "")
+        for a, b in ((first, own), (own, first))
+    )
+    found = f": {more or 'not it'} on rank {world.rank}, {lacking or 'not it'} on rank 0"
+    told = gather_text(world, found if lacking or more else "")
+    found = broadcast_text(world, next(filter(None, told), ""))
+    message = f"{what} differ between ranks{found}; give all ranks the same ones"
+    raise of_all(UserError(message, USAGE))
 
 
 def of_all(error: UserError) -> UserError:

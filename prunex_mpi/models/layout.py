@@ -96,6 +96,12 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
 
 
+def tensors_text(model: nn.Module) -> str:
+    """Return the names, shapes and dtypes of the model's parameters and buffers, one in a line."""
+    found = [*model.named_parameters(), *model.named_buffers()]
+    return "\n".join(f"{name} {list(t.shape)} {t.dtype}" for name, t in found)
+
+
 def build_layout(model: nn.Module) -> Layout:
     """Return the layout of all trainable parameters of `model`.
 

@@ -22,7 +22,7 @@ from prunex_mpi.comm.agreement import require_same, run_collectively
 from prunex_mpi.comm.async_exchange import exchanging_asynchronously
 from prunex_mpi.comm.collectives import BUCKET_MIB, broadcast_weights_, build_transport
 from prunex_mpi.comm.topology import Topology, nodes_of, set_threads
-from prunex_mpi.config.resolve import BY_NAME, FIELDS, make, to_toml
+from prunex_mpi.config.resolve import BY_NAME, FIELDS, OWNER, make, to_toml
 from prunex_mpi.core.evaluation import statistics_of_z
 from prunex_mpi.core.mask_choice import choose_rules, log_unpruned, make_groups
 from prunex_mpi.core.optimizer import OptimizerMemory
@@ -31,7 +31,7 @@ from prunex_mpi.core.state import Problem, RunContext, State, build_state, weigh
 from prunex_mpi.methods.exchanges import exchange_of, memory_of
 from prunex_mpi.methods.stepper import Stepper
 from prunex_mpi.models.dummy_input import Called, as_read, keeping_modes
-from prunex_mpi.models.layout import build_layout, trained_parameters
+from prunex_mpi.models.layout import build_layout, tensors_text, trained_parameters
 from prunex_mpi.models.standalone import fill_, resize_
 from prunex_mpi.pruning.shrink import smaller_sizes, smaller_tensors
 from prunex_mpi.replica import saving
@@ -121,6 +121,7 @@ def _assemble(
     device = next(model.parameters()).device
     buffers = "device" if settings.mpi_buffers == "device" else "host"
     transport = build_transport(device, BUCKET_MIB, buffers, settings.piece_kib)
+    require_same(world, "the parameters of the model", tensors_text(model))
     broadcast_weights_(world, model, transport)
 
     def build() -> tuple[nn.Module, State]:
@@ -138,7 +139,7 @@ def _assemble(
         return read, state
 
     read, state = run_collectively(world, build)
-    require_same(world, "the parameters or the groups of the model", repr(state.layout))
+    require_same(world, "the groups of the model", repr(state.groups))
     state.alone = world.size == 1
     if scaler is not None:
         state.scaler = scaler
@@ -190,6 +191,11 @@ class Replica:
     # ----------------------------------------------------------------------------------------------
     # Steps
     # ----------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of the run so far; on other nodes it resumes where an interval began."""
+        return steps_taken(self._context)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Average, step the optimizer, exchange when due, from the gradients in the model.
@@ -472,7 +478,7 @@ def settings_of(
     if exchange_of(method).own_decay:
         own |= {"momentum", "weight_decay"}
         given.setdefault("weight_decay", 0.0)
-    for name in given.keys() - ACCEPTED - own:
+    for name in given.keys() - ACCEPTED - own - OWNER.keys():
         if name in INSTEAD:
             raise UserError(f"{name} is no setting of replicate; give {INSTEAD[name]}")
         if name not in FIELDS:

@@ -21,7 +21,7 @@ from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.settings.fields import Settings
 
 KINDS = {
-    **{"format": int, "ranks": list, "settings": str},
+    **{"format": int, "ranks": list, "settings": str, "model": list},
     **{"tensors": dict, "numbers": dict, "optimizer": dict},
 }
 
@@ -40,7 +40,14 @@ def contents(topology: Topology, context: RunContext) -> dict[str, Any]:
         "numbers": numbers,
         "optimizer": _copies(state.optimizer.optimizer.state_dict()),
         "left": left_of(state),
+        "model": _model_of(state),
     }
+
+
+def _model_of(state: State) -> list[str]:
+    """Return what the model has by name, as it was before anything was taken out of it."""
+    tensors = [(s.name, s.shape) for s in state.whole.layout.segments]
+    return [f"{name} {list(shape)}" for name, shape in (*tensors, *state.whole.buffers)]
 
 
 def _copies(values: Any) -> Any:
@@ -83,17 +90,19 @@ def check(
                 "all ranks in order",
                 UNREADABLE,
             )
-        if one["settings"] != settings:
-            theirs, ours = (text.splitlines() for text in (one["settings"], settings))
-            other = [line for line in ours if line not in theirs]
-            other = other or [f"no {line}" for line in theirs if line not in ours]
-            raise UserError(
-                f"the state is of a run with other settings of replicate: {listed(other)} here",
-                UNREADABLE,
-            )
-        theta = one["tensors"].get("theta")
-        if theta is None or (not one["left"] and theta.shape != state.theta.shape):
-            raise UserError("the state is of another model", UNREADABLE)
+        _require_equal(
+            one["settings"].splitlines(),
+            settings.splitlines(),
+            "the state is of a run with other settings of replicate",
+        )
+        _require_equal(one["model"], _model_of(state), "the state is of another model")
+
+
+def _require_equal(theirs: list[str], ours: list[str], what: str) -> None:
+    if theirs != ours:
+        other = [line for line in ours if line not in theirs]
+        other = other or [f"no {line}" for line in theirs if line not in ours]
+        raise UserError(f"{what}: {listed(other) or 'in another order'} here", UNREADABLE)
 
 
 def put_back(topology: Topology, saved: dict[str, Any], context: RunContext) -> None:

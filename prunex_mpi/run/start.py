@@ -55,7 +55,7 @@ from prunex_mpi.models.build import CIFAR_STEM_MAX_SIDE, build_model
 from prunex_mpi.models.build import describe as describe_model
 from prunex_mpi.models.dummy_input import keeping_draws, moved_in_training, probe, reads_ahead
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
-from prunex_mpi.models.layout import build_layout
+from prunex_mpi.models.layout import build_layout, tensors_text
 from prunex_mpi.pruning.channel_trace import rules_of
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
 from prunex_mpi.run.problem import CPU, build_problem, find_inputs, load_dataset, make_model
@@ -292,8 +292,7 @@ def assemble(
     run_collectively(world, lambda: check_state_dict(model))
     run_on_root(world, lambda: check_model(settings, model, inputs))
     layout = run_collectively(world, lambda: build_layout(model))
-    tensors = [(name, t.shape, t.dtype) for name, t in model.state_dict().items()]
-    require_same(world, "the parameters of the model", repr((layout, tensors)))
+    require_same(world, "the parameters of the model", tensors_text(model))
     # One rank tries what the others then go by.
     tried = run_on_root(world, lambda: choose_rules(settings, model, inputs).text())
     rules = rules_of(broadcast_text(world, tried or ""))

@@ -16,17 +16,23 @@ _NO_DEFAULT = dataclasses.MISSING
 # What stands for `auto` where a number is left to the run.
 AUTO = -1
 _MAX_INT = 2**63 - 1
+RULES = (
+    *("choices", "low", "high", "above", "below", "share", "words", "optional"),
+    *("named", "metavar", "auto", "of"),
+)
 
 
 def setting(section: str, text: str, default: Any = _NO_DEFAULT, **rules: Any) -> Any:
     """Make a field of settings, with its help `text`.
 
-    `rules` are choices, low, high (inclusive), above, below (exclusive), share, words, optional.
-    `named` shows the form of what may be given beside the choices: what has a colon. With `auto` a
-    number may be left to the run, to be measured or to follow from its length. `of` holds the
+    `rules` are choices, low, high (inclusive), above, below (exclusive), share, words, optional,
+    metavar; others raise TypeError. `named` shows the form of what may be given beside the choices:
+    what has a colon. With `auto` a number may be left to the run. `of` holds the
     traits (properties of `Method`) that a method must have for the setting to mean something: with
     any other method it can't be given.
     """
+    if unknown := rules.keys() - RULES:
+        raise TypeError(f"no rules of a setting: {', '.join(sorted(unknown))}; there are {RULES}")
     return dataclasses.field(default=default, metadata={"section": section, "help": text, **rules})
 
 

@@ -190,8 +190,13 @@ def test_require_same_accepts_equal_values_and_refuses_one_stranger():
     if WORLD.size == 1:
         return
     for rank in range(WORLD.size):
-        with pytest.raises(UserError, match=r"^the settings differ between ranks") as caught:
-            require_same(WORLD, "the settings", f"lr = {0.1 if WORLD.rank != rank else 0.2}")
+        found = f"'lr = 0.2' on rank {rank}, 'lr = 0.1' on rank 0"
+        if rank == 0:
+            found = "'lr = 0.1' on rank 1, 'lr = 0.2' on rank 0"
+        with pytest.raises(
+            UserError, match=f"^the settings differ between ranks: {found};"
+        ) as caught:
+            require_same(WORLD, "the settings", f"k = 1\nlr = {0.1 if WORLD.rank != rank else 0.2}")
         assert caught.value.exit_code == USAGE
 
 

@@ -47,6 +47,7 @@ if kept and kept.exists():
     saved = torch.load(kept)
     replica.load_state_dict(saved["replica"])
     scheduler.load_state_dict(saved["scheduler"])
+    torch.set_rng_state(saved["random"])
 while not replica.done:
     mine = torch.randint(1500 // world.size, (32,)) * world.size + world.rank
     loss = F.cross_entropy(model(images[mine]), labels[mine])
@@ -54,7 +55,8 @@ while not replica.done:
     replica.step(loss)
     scheduler.step()
     if kept and replica.exchanged and len(replica.records) % 8 == 0:
-        torch.save({"replica": replica.state_dict(), "scheduler": scheduler.state_dict()}, kept)
+        states = {"replica": replica.state_dict(), "scheduler": scheduler.state_dict()}
+        torch.save({**states, "random": torch.get_rng_state()}, kept)
 
 small = replica.smaller()
 right = (small(images[1500:]).argmax(1) == labels[1500:]).float().mean()

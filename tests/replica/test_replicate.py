@@ -355,6 +355,10 @@ REFUSED = {
     "option": ({"method": "topk", "ratio": 0.1}, "'ratio'; did you mean 'topk_ratio'"),
     "width": ({"method": "prunex", "example": torch.zeros(2, 4, 8, 8)}, "does not take example=: "),
     "momentum": ({"method": "dgc"}, "give torch.optim.SGD without momentum"),
+    "other": (
+        {"topk_ratio": 0.1},
+        "topk.ratio means nothing to method local-sgd; leave it away (it is for topk)",
+    ),
     "grasp": ({"method": "pactrain", "keep_ratio": 0.1}, "pactrain_score='magnitude'"),
 }
 
@@ -379,6 +383,18 @@ def test_no_optimizer_and_one_of_another_model_are_refused() -> None:
     other = torch.optim.SGD(new_model().parameters(), lr=0.1)
     with pytest.raises(UserError, match="not parameters of the model"):
         prunex_mpi.replicate(WORLD, model, other, **length)
+
+
+@pytest.mark.two_ranks
+def test_models_that_differ_between_ranks_are_told_apart() -> None:
+    model = nn.Linear(3 + WORLD.rank, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError) as caught:
+        prunex_mpi.replicate(WORLD, model, optimizer, method="dense", **LENGTH)
+    found = (
+        "the parameters of the model differ between ranks: 'weight [2, 4] torch.float32' on rank 1"
+    )
+    assert found in str(caught.value)
 
 
 @pytest.mark.two_ranks
@@ -427,6 +443,22 @@ def test_another_setting_than_that_of_a_state_is_named() -> None:
     with pytest.raises(UserError, match=r"other settings of replicate: payload = .int4. here"):
         other.load_state_dict(state)
     other.close()
+
+
+@pytest.mark.two_ranks
+def test_the_state_of_a_model_of_as_many_parameters_is_refused() -> None:
+    def replica_of(*layers: nn.Module) -> Replica:
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return prunex_mpi.replicate(WORLD, model, optimizer, method="dense", **LENGTH)
+
+    with replica_of(nn.Linear(3, 2), nn.ReLU(), nn.BatchNorm1d(2)) as replica:
+        state = replica.state_dict()
+    with (
+        replica_of(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.ReLU()) as other,
+        pytest.raises(UserError, match=r"the state is of another model: 1\.weight \[2\]"),
+    ):
+        other.load_state_dict(state)
 
 
 def trained(scaled: bool, length: int = 6, **given: Any) -> Replica:
