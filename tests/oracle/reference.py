@@ -32,7 +32,8 @@ def marked(weight, *places):
     return mask
 
 
-# ClickTrain's patterns of 3x3 kernels: places (row, column) that a kernel keeps.
+# ClickTrain's patterns of 3x3 kernels: places (row, column) that a kernel keeps. Of equals the
+# first one counts.
 PATTERNS = tuple(
     tuple((y, x) for y in rows for x in columns)
     for rows, columns in (((1, 2), (1, 2)), ((1, 2), (0, 1)), ((0, 1), (1, 2)), ((0, 1), (0, 1)))

@@ -91,6 +91,16 @@ def count_sent(
     return repeatable_metrics(folder / "run"), sent
 
 
+def assert_carried(carried: Sequence[float], wanted: Sequence[float]) -> None:
+    """Assert that a link has carried so many bytes in each exchange, and little more.
+
+    The rest is headers and agreements; what TCP sends again is in some iterations alone.
+    """
+    ratios = [there / asked for there, asked in zip(carried, wanted, strict=True)]
+    assert 0.99 < min(ratios) < 1.05
+    assert max(ratios) < 1.2
+
+
 @pytest.mark.parametrize(
     ("tasks", "flags", "share"),
     [
@@ -111,10 +121,7 @@ def test_the_link_carries_no_more_than_is_enough(tasks, flags, share, hosts, tmp
     assert all(p < share * d for p, d in zip(payloads, dense, strict=True))
     nodes = len(tasks)
     for sent in everyone:
-        ratios = [s * nodes / (2 * (nodes - 1) * p) for s, p in zip(sent, payloads, strict=True)]
-        # The rest is headers and agreements; what TCP sends again is in some iterations alone.
-        assert 0.99 < min(ratios) < 1.05
-        assert max(ratios) < 1.2
+        assert_carried(sent, [2 * (nodes - 1) * p / nodes for p in payloads])
 
 
 @pytest.mark.long
@@ -141,12 +148,7 @@ def test_racks_send_over_the_link_between_them_what_two_nodes_would(
         leaves = [record["bytes"]["racks"] for record in records]
         assert [n > 0 for n in leaves] == [bool(rack_of)] * len(records)
     # Messages of phase 4 alone, without those for masks, go both ways.
-    ratios = [
-        there / (2 * record["bytes"]["payload"])
-        for there, record in zip(carried, records, strict=True)
-    ]
-    assert 0.99 < min(ratios) < 1.05
-    assert max(ratios) < 1.2
+    assert_carried(carried, [2 * record["bytes"]["payload"] for record in records])
     assert totals[0] > least * totals[1]
 
 
@@ -164,9 +166,7 @@ def test_the_link_carries_what_ranks_send_each_other(tasks, flags, hosts, tmp_pa
     assert min(wanted) > 500_000
     for sent in everyone:
         assert len(sent) == steps * rounds
-        ratios = [s / wanted[step // steps] for step, s in enumerate(sent)]
-        assert 0.99 < min(ratios) < 1.05
-        assert max(ratios) < 1.2
+        assert_carried(sent, [wanted[step // steps] for step in range(len(sent))])
 
 
 @pytest.mark.long
@@ -179,10 +179,7 @@ def test_the_link_carries_a_message_in_equal_parts(payload, hosts, tmp_path):
         # The last outer iteration sends all at its end.
         *in_parts, at_once = sent
         parts = list(zip(in_parts[::2], in_parts[1::2], strict=True))
-        carried = [*map(sum, parts), at_once]
-        ratios = [there / asked for there, asked in zip(carried, wanted, strict=True)]
-        assert 0.99 < min(ratios) < 1.05
-        assert max(ratios) < 1.2
+        assert_carried([*map(sum, parts), at_once], wanted)
         # Statistics go with the last part.
         assert all(max(pair) < 0.55 * sum(pair) for pair in parts)
 

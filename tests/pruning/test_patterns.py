@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from masking import plan_of, prepare, project
+from reference import PATTERNS
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
@@ -19,8 +20,6 @@ from prunex_mpi.pruning.masks import kept_numel
 from prunex_mpi.pruning.projection import select
 
 CPU = torch.device("cpu")
-# Which rows and columns of a kernel a pattern keeps, in the order in which ties are settled.
-KEEPS = (((1, 2), (1, 2)), ((1, 2), (0, 1)), ((0, 1), (1, 2)), ((0, 1), (0, 1)))
 
 
 THREE_BY_THREE = ["2.weight", "3.weight", "7.weight"]
@@ -35,8 +34,8 @@ def kernels_of(flat: Tensor, layout: Layout, names: Sequence[str]) -> list[np.nd
 def covered(patterns: Sequence[int]) -> np.ndarray:
     """Return the 0/1 weights of a kernel that any of `patterns` keeps."""
     kept = np.zeros((3, 3))
-    for number in patterns:
-        kept[np.ix_(*KEEPS[number])] = 1
+    for place in itertools.chain(*(PATTERNS[number] for number in patterns)):
+        kept[place] = 1
     return kept
 
 
