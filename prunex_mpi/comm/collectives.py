@@ -43,8 +43,7 @@ MPI_TYPES = {
     torch.uint8: MPI.UINT8_T,
 }
 
-# Bytes for each rank from which what is sent decides, and not the number of messages: less than the
-# scales that int8sum shares have in a piece between nodes.
+# Bytes for each rank from which what is sent decides, and not the number of messages.
 LEAST_SHARE_BYTES = 1024
 # Elements from the beginning of a buffer to what a rank sends or receives of it: MPI counts in int.
 FARTHEST = 2**31 - 1

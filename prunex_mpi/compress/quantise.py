@@ -108,38 +108,6 @@ def add_decoded_(records: Tensor, out: Tensor, payload: str) -> None:
             block[..., columns].addcmul_(integers, scale)
 
 
-def block_maxima_(values: Tensor, maxima: Tensor) -> None:
-    """Set `maxima` [n / 128] to the largest |value| of each block of `values` [n], NaN as inf."""
-    for block, spare, largest in _tiles(values, maxima):
-        torch.amax(torch.abs(block, out=spare), 1, out=largest)
-    # A maximum by MPI may drop a NaN.
-    maxima.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-
-
-def encode_shared_(values: Tensor, maxima: Tensor, levels: int, integers: Tensor) -> None:
-    """Set `integers` (int8 [n]) to `values` [n] in units of maximum / `levels`.
-
-    `values` become what rounding has left over. `maxima` [n / 128] are at least |values|, the same
-    on all workers: with `levels` 127 // M the integers of M workers add up in int8.
-    """
-    units = _shared_units(maxima, levels)
-    for block, spare, unit, codes in _tiles(values, units, integers.view(-1, BLOCK)):
-        codes.copy_(torch.mul(block, unit.reciprocal(), out=spare).round_())
-        block.addcmul_(spare, unit, value=-1)
-
-
-def decode_shared_(integers: Tensor, maxima: Tensor, levels: int, out: Tensor) -> None:
-    """Set `out` [n] to `integers` (int8 [n], of one worker or summed) times maximum / `levels`."""
-    units = _shared_units(maxima, levels)
-    for block, spare, unit, codes in _tiles(out, units, integers.view(-1, BLOCK)):
-        torch.mul(spare.copy_(codes), unit, out=block)
-
-
-def _shared_units(maxima: Tensor, levels: int) -> Tensor:
-    # Not a division, which torch does in other ways on a GPU: all workers need the same bits.
-    return maxima.mul(1 / levels).clamp_min_(_TINY).unsqueeze(1)
-
-
 def _parts(records: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales [..., 1] in bfloat16 and the bytes of the codes of `records`."""
     return records[..., :_SCALE_BYTES].view(torch.bfloat16), records[..., _SCALE_BYTES:]

@@ -173,4 +173,4 @@ def message_bytes(payload: str, parameters: int, statistics: int, size: int) -> 
     """Return the bytes of a message of so many values, whose dtype has `size` bytes."""
     if payload == "fp32":
         return (parameters + statistics) * size
-    return coded_bytes(payload, parameters, size) + coded_bytes(STATISTICS, statistics, size)
+    return coded_bytes(payload, parameters) + coded_bytes(STATISTICS, statistics)

@@ -10,9 +10,6 @@ type that it may not know, and all ranks decode the same bytes: they hold the sa
 quantisation error stays with the rank that rounded, to be sent later. With racks the vectors of
 each are added up as they are, and their first leaders do the rest among themselves: M are racks.
 
-`int8sum` needs nothing but Allreduce, which every CUDA-aware MPI does on the device: the leaders
-share the scale of a block, so that their integers can be added up as they are.
-
 **Packed integers** of few bits, in as few bits as they and their sums need. Either each worker's
 numbers go to all (Allgather), who add them up, or, with more workers, each worker adds up one share
 of them (Alltoall) and hands what comes of it to all (Allgather), which is what TernGrad's and
@@ -37,18 +34,14 @@ from prunex_mpi.compress import quantise
 from prunex_mpi.compress.quantise import BLOCK, ROW
 from prunex_mpi.compress.sparse import add_sparse_
 
-SUMMED = "int8sum"
-# Then each leader has 7 levels on either side of zero, as many as int4.
-MOST_SUMMED = 18
-
 
 @dataclass(frozen=True)
 class Coded:
     """The memory of one vector of `blocks` blocks on its way between `workers` leaders.
 
-    `records` uint8 [blocks, bytes] are the codes as they travel, with their scales; of int8sum they
-    are int8 [blocks, 128] and `maxima` [blocks] the scales. They travel by buckets; the codes of
-    `together` whole ones are made at once, a run. `received` has room for what an owner gets in it.
+    `records` uint8 [blocks, bytes] are the codes as they travel, with their scales. They travel by
+    buckets; the codes of `together` whole ones are made at once, a run. `received` has room for
+    what an owner gets in it.
     """
 
     payload: str
@@ -57,17 +50,11 @@ class Coded:
     bucket_blocks: int
     together: int
     records: Tensor
-    maxima: Tensor
     received: Tensor
 
     @property
     def numel(self) -> int:
         return self.blocks * BLOCK
-
-    @property
-    def levels(self) -> int:
-        """Levels of int8sum on either side of zero: the sum over all leaders fits into 8 bits."""
-        return 127 // self.workers
 
 
 def whole_blocks(numel: int) -> int:
@@ -75,33 +62,27 @@ def whole_blocks(numel: int) -> int:
     return -(-numel // BLOCK) * BLOCK
 
 
-def coded_bytes(payload: str, numel: int, size: int) -> int:
-    """Return the bytes that a leader hands over for `numel` values of `size` bytes, scales too."""
-    blocks = whole_blocks(numel) // BLOCK
-    return blocks * (BLOCK + size if payload == SUMMED else quantise.record_bytes(payload))
+def coded_bytes(payload: str, numel: int) -> int:
+    """Return the bytes that a leader hands over for `numel` values, scales too."""
+    return whole_blocks(numel) // BLOCK * quantise.record_bytes(payload)
 
 
 def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transport) -> Coded:
     """Allocate what adding up vectors of the size of `like` [blocks * 128] needs."""
-    blocks = like.numel() // BLOCK
-    summed = payload == SUMMED
-    size = BLOCK if summed else quantise.record_bytes(payload)
+    blocks, size = like.numel() // BLOCK, quantise.record_bytes(payload)
     bucket_blocks = max(1, transport.bucket_bytes // (size * workers)) * workers
     together = collectives.buckets_at_once(like, bucket_blocks * size, transport)
     # All leaders' parts of a share are, at most, as many blocks as are coded at once.
     room = min(bucket_blocks * together, -(-blocks // workers) * workers)
-    dtype = torch.int8 if summed else torch.uint8
-    records = torch.empty(blocks, size, dtype=dtype, device=like.device)
-    maxima = like.new_empty(blocks if summed else 0)
-    received = records.new_empty(0 if summed else room, size)
-    return Coded(payload, blocks, workers, bucket_blocks, together, records, maxima, received)
+    records = torch.empty(blocks, size, dtype=torch.uint8, device=like.device)
+    received = records.new_empty(room, size)
+    return Coded(payload, blocks, workers, bucket_blocks, together, records, received)
 
 
 def first_blocks(coded: Coded, like: Tensor) -> Coded:
     """Return the memory of a vector as long as `like` in that of one which is as long or longer."""
     blocks = like.numel() // BLOCK
-    records, maxima = coded.records[:blocks], coded.maxima[:blocks]
-    return replace(coded, blocks=blocks, records=records, maxima=maxima)
+    return replace(coded, blocks=blocks, records=coded.records[:blocks])
 
 
 def sum_coded_(
@@ -135,8 +116,7 @@ def sum_coded_(
                 # The first of the rack has what rounding leaves over.
                 _values_of(values, run).zero_()
         if between != MPI.COMM_NULL:
-            add_up_ = _sum_integers_ if coded.payload == SUMMED else _sum_records_
-            add_up_(between, coded, values, run, transport, clock)
+            _sum_records_(between, coded, values, run, transport, clock)
         if leads and racks is not None:
             with clock.exchanging(device, "Bcast in the rack"):
                 MPI.Request.Waitall(_broadcast_(racks.inside, coded, run, transport))
@@ -183,42 +163,21 @@ def _sum_records_(
         collectives.allgather_shares_(between, rows, ends, transport)
 
 
-def _sum_integers_(
-    between: MPI.Comm, coded: Coded, values: Tensor, run: slice, transport: Transport, clock: Clock
-) -> None:
-    """Add up a run of blocks over the leaders, into `records` and `maxima`."""
-    part, maxima = _values_of(values, run), coded.maxima[run]
-    integers = coded.records[run].view(-1)
-    quantise.block_maxima_(part, maxima)
-    with clock.exchanging(values.device, "Allreduce"):
-        collectives.allreduce_(between, maxima, transport, MPI.MAX)
-    quantise.encode_shared_(part, maxima, coded.levels, integers)
-    with clock.exchanging(values.device, "Allreduce"):
-        collectives.allreduce_(between, integers, transport)
-
-
 def _broadcast_(
     node: MPI.Comm, coded: Coded, run: slice, transport: Transport
 ) -> list[MPI.Request]:
     """Start to hand a run of blocks to the ranks of the node. Collective on `node`."""
-    if node.size == 1:
+    records = coded.records[run].view(-1)
+    if node.size == 1 or not records.numel():
         return []
-    pieces = [coded.records[run].view(-1), coded.maxima[run]]
-    pieces = [piece for piece in pieces if piece.numel()]
-    if coded.records.device.type == "cuda":
-        for piece in pieces:
-            collectives.bcast_(node, piece, transport)
+    if records.device.type == "cuda":
+        collectives.bcast_(node, records, transport)
         return []
-    return [node.Ibcast(collectives.mpi_buffer(piece), root=0) for piece in pieces]
+    return [node.Ibcast(collectives.mpi_buffer(records), root=0)]
 
 
 def _decode_(coded: Coded, run: slice, out: Tensor) -> None:
-    part = _values_of(out, run)
-    if coded.payload == SUMMED:
-        integers = coded.records[run].view(-1)
-        quantise.decode_shared_(integers, coded.maxima[run], coded.levels, part)
-    else:
-        quantise.decode_(coded.records[run], part, coded.payload)
+    quantise.decode_(coded.records[run], _values_of(out, run), coded.payload)
 
 
 def goes_to_all(workers: int, up: int, down: int) -> bool:

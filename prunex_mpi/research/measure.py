@@ -35,11 +35,8 @@ from prunex_mpi.compress.quantise import (
     BLOCK,
     PAYLOADS,
     add_decoded_,
-    block_maxima_,
     decode_,
-    decode_shared_,
     encode_,
-    encode_shared_,
     record_bytes,
 )
 from prunex_mpi.config.resolve import make, with_overrides
@@ -65,8 +62,6 @@ IMAGES, SMALL = Images(224, 10), Images(32, 10)
 # On the CPU several passes go over a tile in the cache, and are few more than a copy.
 AIM, CODE_AIM, GPU_AIM = 3.0, 4.0, 1.5
 WITH_AIM = ("projection", "pack", "unpack", "dual update")
-# Of codes: workers that share the levels of int8sum.
-WORKERS = 2
 # Of training, in percent; a quarter of an epoch of CIFAR-10's 50,000 images on 4 ranks at batch 32;
 # outer iterations measured before and after the freeze.
 OVERHEAD_AIM, FULL_STEPS, MEASURED = 5.0, 98, 2
@@ -226,10 +221,7 @@ def block_codes(bench: Bench, values: int) -> Table:
     source = torch.randn(values, device=bench.device)
     vector, target = torch.empty_like(source), torch.empty_like(source)
     rows = []
-    for name, size, steps in (
-        *(coding_steps(payload, vector, target) for payload in PAYLOADS),
-        shared_steps(vector, target, 127 // WORKERS),
-    ):
+    for name, size, steps in (coding_steps(payload, vector, target) for payload in PAYLOADS):
         # What encoding leaves in the vector is smaller each time: it starts from the source.
         actions = {k: Action(run, lambda: vector.copy_(source)) for k, run in steps.items()}
         best = bench.best({"copy": Action(lambda: target.copy_(source)), **actions})
@@ -259,18 +251,6 @@ def coding_steps(payload: str, vector: Tensor, target: Tensor) -> Steps:
         "add": lambda: add_decoded_(records, target, payload),
     }
     return payload, 8 * record_bytes(payload) / BLOCK, steps
-
-
-def shared_steps(vector: Tensor, target: Tensor, levels: int) -> Steps:
-    """Return the same of int8sum, whose workers have so many `levels` each."""
-    maxima = vector.new_empty(vector.numel() // BLOCK)
-    integers = torch.empty_like(vector, dtype=torch.int8)
-    steps = {
-        "maxima": lambda: block_maxima_(vector, maxima),
-        "encode": lambda: encode_shared_(vector, maxima, levels, integers),
-        "decode": lambda: decode_shared_(integers, maxima, levels, target),
-    }
-    return "int8sum", 8 + 8 * vector.element_size() / BLOCK, steps
 
 
 # --------------------------------------------------------------------------------------------------

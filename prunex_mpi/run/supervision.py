@@ -36,7 +36,6 @@ from prunex_mpi.core.evaluation import check_errors, check_finite
 from prunex_mpi.core.loop import ask_to_stop_
 from prunex_mpi.core.schedule import local_steps, rate_now, rounds_left, steps_taken, total_steps
 from prunex_mpi.core.state import RunContext, agreeing
-from prunex_mpi.core.sums import MOST_SUMMED, SUMMED
 from prunex_mpi.core.task import distilled
 from prunex_mpi.methods.stepper import Stepper
 from prunex_mpi.models import batchnorm
@@ -185,11 +184,6 @@ def check_exchange(topology: Topology, settings: Settings) -> None:
     """
     if not settings.method.averages:
         return
-    if settings.payload == SUMMED and topology.num_peers > MOST_SUMMED:
-        raise UserError(
-            f"payload int8sum is for up to {MOST_SUMMED} nodes, not {topology.num_peers}: their "
-            "sum must fit into 8 bits; use int8 or int4"
-        )
     if settings.overlap_steps:
         run_collectively(topology.world, check_thread_support)
 

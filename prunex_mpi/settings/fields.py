@@ -22,7 +22,7 @@ TRANSFORMS = (
     *("gaussian-blur", "random-erasing"),
 )
 # How phase 4 sends: plain float32, other formats, or integers of so many bits with shared scales.
-PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int8sum", "int4", "int2")
+PAYLOADS = ("fp32", "fp16", "bf16", "int8", "int4", "int2")
 # Below it no penalty is halved: repeated halving would end at zero.
 RHO_MIN, RHO_MAX = 1e-6, 10.0
 # What a run's settings hold beside the settings that methods share.

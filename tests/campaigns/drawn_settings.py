@@ -47,7 +47,7 @@ PRUNES = """--groups filter|channel|shape|kernel|pattern|coupled|filter channel;
     --keep-ratio 0.3|0.5|0.8; --keep-by groups|parameters"""
 CONSENSUS = """--mask-agreement or|vote; --after-freeze local-sgd|admm; --theta-start z|theta;
     --penalty fixed|ramp"""
-ROUNDS = """--payload fp32|fp16|bf16|int8|int8sum|int4|int2; --fragments 1|2;
+ROUNDS = """--payload fp32|fp16|bf16|int8|int4|int2; --fragments 1|2;
     --overlap-steps 0|1 --evaluate-every 3; --node-sync step|outer; --bn average|recalibrate"""
 STEPS = "--aggregation flat|hierarchical"
 STAGES = "--warmup-iterations 1 --keep-ramp-iterations 2 --freeze-iteration 4"

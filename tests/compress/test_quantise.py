@@ -11,11 +11,8 @@ from prunex_mpi.compress.quantise import (
     PAYLOADS,
     ROW,
     add_decoded_,
-    block_maxima_,
     decode_,
-    decode_shared_,
     encode_,
-    encode_shared_,
     integer_type,
     pack_,
     record_bytes,
@@ -269,69 +266,6 @@ def test_threads_do_not_disturb_each_other(payload):
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_maxima_are_those_of_the_blocks(dtype):
-    values = noise(dtype=dtype)
-    values[BLOCK + 3], values[2 * BLOCK] = float("nan"), float("-inf")
-    maxima = torch.empty(BLOCKS, dtype=dtype)
-    block_maxima_(values, maxima)
-    wanted = values.view(-1, BLOCK).abs().amax(dim=1)
-    wanted[1] = torch.inf
-    assert torch.equal(maxima, wanted)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("workers", [1, 2, 5, 18])
-def test_shared_integers_of_all_workers_add_up_in_int8(workers, dtype):
-    levels = 127 // workers
-    many = [noise(dtype=dtype, seed=seed) for seed in range(workers)]
-    # The worst case: all workers hold the largest value with the same sign.
-    for values in many:
-        values[5], values[BLOCK + 5], values[2 * BLOCK : 3 * BLOCK] = 1e4, -1e4, 0
-    maxima = torch.zeros(BLOCKS, dtype=dtype)
-    for values in many:
-        mine = torch.empty_like(maxima)
-        block_maxima_(values, mine)
-        torch.maximum(maxima, mine, out=maxima)
-    unit = (maxima / levels).repeat_interleave(BLOCK)
-
-    exact = torch.zeros(len(unit), dtype=torch.int64)
-    summed, arrived = torch.zeros(len(unit), dtype=torch.int8), torch.zeros_like(unit)
-    for values in many:
-        integers, rest = torch.full_like(summed, 99), values.clone()
-        encode_shared_(rest, maxima, levels, integers)
-        decoded = torch.empty_like(values)
-        decode_shared_(integers, maxima, levels, decoded)
-        assert integers.abs().max() <= levels
-        assert torch.all(rest.abs() <= 0.5001 * unit)
-        torch.testing.assert_close(rest + decoded, values, rtol=1e-6, atol=0)
-        near = torch.round(values.double() / unit.double()).nan_to_num_(0)
-        assert (integers != near).sum() <= len(values) * 1e-5
-        exact += integers
-        summed += integers
-        arrived += decoded
-    assert exact.abs().max() == levels * workers <= 127
-    assert torch.equal(exact, summed.long())
-    found = torch.empty_like(arrived)
-    decode_shared_(summed, maxima, levels, found)
-    assert torch.all((found - arrived).abs() <= 1e-5 * unit)
-    assert not found[2 * BLOCK : 3 * BLOCK].any()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_shared_integers_hide_nothing(bad):
-    values = noise(3)
-    values[BLOCK + 7] = bad
-    maxima, integers = torch.empty(3), torch.empty(3 * BLOCK, dtype=torch.int8)
-    block_maxima_(values, maxima)
-    encode_shared_(values, maxima, 7, integers)
-    out = torch.empty_like(values)
-    decode_shared_(integers, maxima, 7, out)
-    decoded = out.view(-1, BLOCK)
-    assert not decoded[1].isfinite().any()
-    assert decoded[[0, 2]].isfinite().all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -23,7 +23,6 @@ from prunex_mpi.comm.traffic import Clock
 from prunex_mpi.compress.quantise import PAYLOADS
 from prunex_mpi.core.sums import (
     BLOCK,
-    MOST_SUMMED,
     Counts,
     allocate_coded,
     bytes_handed_over,
@@ -33,7 +32,7 @@ from prunex_mpi.core.sums import (
     sum_coded_,
 )
 
-CODES = ("fp16", "bf16", "int8", "int4", "int2", "int8sum")
+CODES = ("fp16", "bf16", "int8", "int4", "int2")
 # Blocks: none, fewer than leaders, not a multiple of them, several buckets.
 SIZES = (0, 1, 3, 7, 29)
 # Of at most a few blocks each.
@@ -67,9 +66,7 @@ def sum_up(
         values.fill_(torch.nan)
     out = torch.full_like(values, torch.nan)
     coded = allocate_coded(payload, values, topology.num_nodes, transport)
-    scales = blocks * values.element_size() if payload == "int8sum" else 0
-    wanted = blocks * RECORD[payload] + scales
-    assert coded_bytes(payload, values.numel(), values.element_size()) == wanted
+    assert coded_bytes(payload, values.numel()) == blocks * RECORD[payload]
     sum_coded_(topology.leader, topology.node, coded, values, out, transport, Clock())
     return out, values
 
@@ -114,16 +111,13 @@ def check_sum(topology: Topology, payload: str, blocks: int, dtype: torch.dtype)
 @pytest.mark.mpi
 @pytest.mark.parametrize("payload", CODES)
 def test_buckets_decide_only_who_adds_up(payload):
-    """The sum of int8sum is the same bits in any buckets, that of others as near."""
     with several_nodes() as topology:
         small, _ = sum_up(topology, payload, 29, torch.float32, 512)
         large, _ = sum_up(topology, payload, 29, torch.float32, 2**20)
-        if payload == "int8sum":
-            assert torch.equal(small, large)
         exact = sum(contribution(i, small.numel(), torch.float64) for i in range(WORLD.size))
         size = float(exact.view(-1, BLOCK).norm(dim=1).sum())
         gaps = [float((x - exact).view(-1, BLOCK).norm(dim=1).sum()) / size for x in (small, large)]
-        assert max(gaps) < {"int2": 0.7, "int4": 0.25, "int8sum": 0.05}.get(payload, 0.02)
+        assert max(gaps) < {"int2": 0.7, "int4": 0.25}.get(payload, 0.02)
 
 
 @pytest.mark.mpi
@@ -176,17 +170,9 @@ def test_what_is_counted_is_what_is_handed_to_mpi(payload, blocks):
         total = np.array([leader.sent])
         WORLD.Allreduce(MPI.IN_PLACE, total)
         nodes = topology.num_nodes
-        operand = coded_bytes(payload, values.numel(), values.element_size())
+        operand = coded_bytes(payload, values.numel())
         assert total[0] == pytest.approx(2 * (nodes - 1) * operand)
         assert leader.farthest <= max(BUCKET_BYTES, nodes * coded.records.shape[1])
-
-
-def test_integers_of_the_most_leaders_add_up_in_a_byte():
-    for workers in range(2, MOST_SUMMED + 1):
-        transport = Transport(BUCKET_BYTES)
-        coded = allocate_coded("int8sum", torch.zeros(BLOCK), workers, transport)
-        assert coded.levels * workers <= 127
-        assert coded.levels >= 7
 
 
 NUMEL = 101

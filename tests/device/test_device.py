@@ -151,7 +151,6 @@ RUN = {
 RUNS = {
     "recipe": {},
     "int4": {"payload": "int4", "remove_dropped": True},
-    "int8sum": {"payload": "int8sum"},
     "behind": {"overlap_steps": 1, "residuals": "off", "evaluate_every": 5},
     "fp16": {"amp": "fp16"},
     "bf16, NHWC": {"amp": "bf16", "channels_last": True},

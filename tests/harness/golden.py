@@ -44,7 +44,7 @@ COUPLED = f"{PRUNE} --groups coupled"
 # Nodes drift so far apart that they choose other groups.
 APART = "--theta-start theta --node-sync outer --lr 0.4"
 BEHIND = "--overlap-steps 1 --evaluate-every 3"
-PAYLOADS = ("fp16", "bf16", "int8", "int8sum", "int4", "int2")
+PAYLOADS = ("fp16", "bf16", "int8", "int4", "int2")
 # NET in a case stands for a file of weights of the model.
 CASES = {
     "prunex": PRUNE,
@@ -91,7 +91,7 @@ CASES = {
     "local-sgd": "--method local-sgd",
     "local-sgd-outer": "--method local-sgd --node-sync outer --bn recalibrate",
     **{f"local-sgd-{p}": f"--method local-sgd --payload {p}" for p in PAYLOADS},
-    "local-sgd-overlap": f"--method local-sgd {BEHIND} --payload int8sum",
+    "local-sgd-overlap": f"--method local-sgd {BEHIND} --payload int8",
     "diloco": "--method diloco",
     "diloco-int4": "--method diloco --payload int4 --diloco-outer-momentum 0.5 "
     "--inner-momentum keep",

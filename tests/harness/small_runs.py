@@ -32,7 +32,6 @@ SCENARIOS = {
     "recipe": {**PRUNING},
     "paper": {"preset": "paper", **PRUNING},
     "int4": {**PRUNING, "payload": "int4"},
-    "int8sum": {**PRUNING, "payload": "int8sum"},
     "behind": {**PRUNING, **BEHIND, "payload": "int4"},
     "flat consensus": {**PRUNING, "method": "prunex-flat"},
     "local sgd": {"method": "local-sgd", "node_sync": "outer"},

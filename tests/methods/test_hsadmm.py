@@ -88,7 +88,6 @@ SCENARIOS |= {
         COUPLED, warmup_iterations=3, keep_ramp_iterations=0, payload="int8"
     ),
 }
-SCENARIOS["recipe-int8sum-behind"] = {**COUPLED, **BEHIND, "payload": "int8sum"}
 SCENARIOS["gates-outer"] = {**COUPLED, "score": "gates", "node_sync": "outer"}
 # Of 4 nodes in racks: 2 + 2, 3 + 1.
 SCENARIOS |= {
@@ -96,7 +95,6 @@ SCENARIOS |= {
     "racks-of-2-int4": {**COUPLED, "rack_of": "2", "payload": "int4"},
     "racks-of-3-int4-behind": {**COUPLED, **BEHIND, "rack_of": "3", "payload": "int4"},
     "racks-of-3-paper": {**PAPER, "rack_of": "3"},
-    "racks-of-3-int8sum": {**COUPLED, "rack_of": "3", "payload": "int8sum"},
 }
 CASES = [(name, torch.float64) for name in SCENARIOS]
 # The same code with messages of half the size.
@@ -108,14 +106,14 @@ RARELY = (
 )
 # What asks nothing of an MPI that others do not.
 ARITHMETIC = (
-    *("composed", "gates-outer", "admm-int4-behind", "int8sum-behind", "filter-channel"),
+    *("composed", "gates-outer", "admm-int4-behind", "filter-channel"),
     *("shape-outer", "adamw", "gates", "pattern"),
 )
 
 
 def marks_of(ranks: int, scenario: str, dtype: torch.dtype) -> list[pytest.MarkDecorator]:
     if scenario.startswith("racks"):
-        return [pytest.mark.long] if scenario.endswith(("paper", "int8sum")) else []
+        return [pytest.mark.long] if scenario.endswith("paper") else []
     rarely = scenario.endswith(RARELY) or "union" in scenario or (scenario, dtype) == CASES[-2]
     # Nodes of every shape are seen by one scenario, the others take turns.
     rarely |= ranks != 2 if dtype == torch.float32 else ranks == 2 and scenario != "recipe"
@@ -261,8 +259,8 @@ def test_invariants_hold_in_every_iteration(ranks_per_node, scenario):
 
 
 CODES = [payload for payload in PAYLOADS if payload != "fp32"]
-# One of records, and the one of shared scales; the others differ in arithmetic alone.
-SOME = ("fp32", "int4", "int8sum")
+# One of records; the others differ in arithmetic alone.
+SOME = ("fp32", "int4")
 
 
 def rarely(payloads):

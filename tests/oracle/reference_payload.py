@@ -4,7 +4,7 @@ import torch
 
 BLOCK = 128
 # Bytes of a record as the format says: codes, and a scale of two bytes.
-RECORD = {"fp16": 256, "bf16": 256, "int8": 130, "int4": 66, "int2": 34, "int8sum": 128}
+RECORD = {"fp16": 256, "bf16": 256, "int8": 130, "int4": 66, "int2": 34}
 FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -47,15 +47,6 @@ def coded_sum(contributions, payload, bucket_bytes):
     totals = []
     for number, owner in enumerate(owners(len(cut[0]), payload, leaders, bucket_bytes)):
         mine = [c[number] for c in cut]
-        if payload == "int8sum":
-            levels = 127 // leaders
-            unit = max(b.abs().max() for b in mine) / levels
-            integers = [torch.round(b / unit) if unit > 0 else torch.zeros_like(b) for b in mine]
-            assert sum(integers).abs().max() <= 127
-            totals.append(sum(integers) * unit)
-            for block, whole in zip(mine, integers, strict=True):
-                block -= whole * unit
-            continue
         total = mine[owner].clone()
         for leader, block in enumerate(mine):
             if leader != owner:

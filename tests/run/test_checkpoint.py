@@ -144,8 +144,8 @@ BEHIND = {"residuals": "off", "evaluate_every": 5, "overlap_steps": 1}
 FEWER_BITS = {
     "int4": {**RAMP, "groups": ("coupled",), "freeze_iteration": 4, "payload": "int4"},
     "racks": {**RAMP, "freeze_iteration": 4, "payload": "int4", "rack_of": "3"},
-    "int8sum": dict(
-        RAMP, groups=("channel",), freeze_iteration=4, after_freeze="admm", payload="int8sum"
+    "int8": dict(
+        RAMP, groups=("channel",), freeze_iteration=4, after_freeze="admm", payload="int8"
     ),
     "diloco int4": {"method": "diloco", "payload": "int4"},
     # What it has dropped is gone from the fourth iteration on.
@@ -220,7 +220,7 @@ UNDER_WAY_OFTEN = (
 # One local step into the fourth outer iteration.
 IN_THE_FOURTH = 10
 # What they keep is of kinds that others have.
-RARELY = ("int8sum", "racks", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
+RARELY = ("int8", "racks", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
 RARELY += ("dense adamw", "all blocks", "fp16 gradients", "bf16", "spardl", "parallax", "embrace")
 RARELY += ("int4", "shrunk", "local-sgd", "qsr")
 # Followers that hold something of their own, or nothing of what their leaders hold, are in these.

@@ -115,7 +115,7 @@ PRUNED |= {"freeze_iteration": 3}
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"payload": p, **PRUNED} for p in ("fp32", "bf16", "int4", "int8sum")),
+        *({"payload": p, **PRUNED} for p in ("fp32", "bf16", "int4")),
         {"payload": "int4", "method": "local-sgd"},
     ],
     ids=lambda c: " ".join(c.get(name, "") for name in ("payload", "method")).strip(),

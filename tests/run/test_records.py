@@ -102,7 +102,7 @@ def test_work_and_messages_are_all_that_a_rank_does_in_a_phase(scenario, ranks_p
             for case in (
                 *(("recipe", "intra"), ("recipe", "project"), ("recipe", "evaluate")),
                 *(("recipe", "inter"), ("recipe", "dual"), ("int4", "inter")),
-                *(("paper", "inter"), ("paper", "dual"), ("int8sum", "inter")),
+                *(("paper", "inter"), ("paper", "dual")),
                 *(("flat consensus", "project"), ("local sgd", "intra"), ("sparseloco", "inter")),
                 *(("dense", "local"), ("topk", "local"), ("prunetrain", "project")),
             )

@@ -34,7 +34,7 @@ def profiler_of(context: RunContext):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "message"), [("recipe", "payload"), ("int8sum", "sum of codes"), ("topk", "sent")]
+    ("scenario", "message"), [("recipe", "payload"), ("int4", "sum of codes"), ("topk", "sent")]
 )
 def test_each_rank_has_a_file_of_phases_and_messages(scenario, message):
     with run_directory() as files:
