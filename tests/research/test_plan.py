@@ -141,7 +141,7 @@ def shipped(path: Path) -> Options:
 @pytest.mark.parametrize("path", sorted(BATCH.glob("p*_*.toml")), ids=lambda path: path.stem)
 def test_the_plans_that_are_shipped_can_be_run(path):
     options = shipped(path)
-    assert len(options.rows) > 2
+    assert len(options.rows) > 1
     made = set()
     for row in options.rows:
         settings = settings_of(options.common, row, 0)
