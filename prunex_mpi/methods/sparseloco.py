@@ -200,7 +200,9 @@ def build_chunks(layout: Layout, ratio: float, like: Tensor, statistics: int) ->
         torch.from_numpy(picked[:, 0].copy()).to(device),
         torch.from_numpy(np.repeat(whole[:, 0], lengths) + within).to(device),
         torch.from_numpy(owners).to(device),
-        torch.from_numpy(np.bincount(owners, minlength=len(layout.segments))).to(like),
+        torch.from_numpy(np.bincount(owners, minlength=len(layout.segments))).to(
+            device, like.dtype
+        ),
         tuple(runs),
         # Where there is no value no magnitude is as small.
         like.new_full((len(picked), CHUNK), -1.0),
