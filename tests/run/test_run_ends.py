@@ -11,8 +11,7 @@ from small_runs import COMMON
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make
-from prunex_mpi.run import supervision
-from prunex_mpi.run.directory import RunDirectory
+from prunex_mpi.run import directory, supervision
 from prunex_mpi.run.start import other_length
 from prunex_mpi.settings.fields import Settings
 
@@ -68,7 +67,7 @@ def test_a_job_that_is_ended_before_its_summary_has_its_last_checkpoint(monkeypa
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(RunDirectory, "write_summary", ended)
+            patch.setattr(directory, "write_json_durably", ended)
             with pytest.raises(UserError, match=r"summary.json can't be written: No space"):
                 ways = {"method": "dense", "outer_iterations": 2, "checkpoint_every": "9"}
                 run_job_here(settings_of(folder, "run", **ways))
