@@ -37,7 +37,7 @@ from prunex_mpi.compress.sparse import add_sparse_
 
 @dataclass(frozen=True)
 class Coded:
-    """The memory of one vector of `blocks` blocks on its way between `workers` leaders.
+    """The memory of one vector of `blocks` blocks on its way between leaders.
 
     `records` uint8 [blocks, bytes] are the codes as they travel, with their scales. They travel by
     buckets; the codes of `together` whole ones are made at once, a run. `received` has room for
@@ -46,7 +46,6 @@ class Coded:
 
     payload: str
     blocks: int
-    workers: int
     bucket_blocks: int
     together: int
     records: Tensor
@@ -76,7 +75,7 @@ def allocate_coded(payload: str, like: Tensor, workers: int, transport: Transpor
     room = min(bucket_blocks * together, -(-blocks // workers) * workers)
     records = torch.empty(blocks, size, dtype=torch.uint8, device=like.device)
     received = records.new_empty(room, size)
-    return Coded(payload, blocks, workers, bucket_blocks, together, records, received)
+    return Coded(payload, blocks, bucket_blocks, together, records, received)
 
 
 def first_blocks(coded: Coded, like: Tensor) -> Coded:

@@ -307,7 +307,7 @@ class Replica:
         if not self.exchanged:
             total = total_steps(context.settings, context.problem.steps)
             raise UserError(
-                f"this rank asks for the delivered network after step {steps_taken(context)} of "
+                f"this rank asks for the delivered network after step {self.steps} of "
                 f"{total}, between two exchanges, where every node has weights of its own; ask "
                 "where replica.exchanged, or leave the loop where replica.done"
             )
@@ -385,7 +385,7 @@ class Replica:
         put_back = saving.put_back if same else saving.put_elsewhere
         put_back(self._topology, saved, context)
         self.records = copy.deepcopy(states[0]["records"])
-        self._lockstep.step = steps_taken(context)
+        self._lockstep.step = self.steps
         self._begin()
         self.exchanged = saved["exchanged"] if same else True
 
