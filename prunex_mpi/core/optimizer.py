@@ -37,8 +37,8 @@ class OptimizerMemory:
 
     Of one that is `given`, by somebody's own loop, rate and weight decay are left alone.
 
-    `optimizer` steps the trained parameters of `model`, all or some of them; moments of those that
-    it does not step are zero. Raises UserError where it steps parameters of something else.
+    It steps the trained parameters of `model` but for `unstepped` of them, whose moments are zero.
+    Raises UserError where it steps parameters of something else.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class OptimizerMemory:
                 f"the optimizer steps {others} tensors that are not parameters of the model; make "
                 "one optimizer of model.parameters()"
             )
+        self.unstepped = sum(id(p) not in stepped for p in self.parameters.values())
         self.adopt_()
 
     def adopt_(self) -> None:

@@ -103,6 +103,13 @@ def replicate(
         if comm.rank == 0:
             log.info("torch computes with %d threads on rank 0", threads)
             log_unpruned(resolved, context.state.groups, context.state.layout.numel)
+            if unstepped := context.state.optimizer.unstepped:
+                log.warning(
+                    "%d tensors of the model are trained, but the optimizer does not step them; "
+                    "they are sent all the same: give it model.parameters(), or set "
+                    "requires_grad_(False) on what shall stay",
+                    unstepped,
+                )
         # All that was made is the replica's from here on.
         return Replica(topology, model, context, exits.pop_all())
 

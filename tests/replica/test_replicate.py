@@ -386,6 +386,17 @@ def test_no_optimizer_and_one_of_another_model_are_refused() -> None:
 
 
 @pytest.mark.two_ranks
+def test_parameters_that_the_optimizer_leaves_out_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with prunex_mpi.replicate(WORLD, model, optimizer, method="dense", **LENGTH):
+        told = "2 tensors of the model are trained, but the optimizer does not" in caplog.text
+    assert told == (WORLD.rank == 0)
+
+
+@pytest.mark.two_ranks
 def test_models_that_differ_between_ranks_are_told_apart() -> None:
     model = nn.Linear(3 + WORLD.rank, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
