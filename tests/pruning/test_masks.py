@@ -18,7 +18,8 @@ from prunex_mpi.pruning.groups import Groups, find_groups
 from prunex_mpi.pruning.masks import count_kept, cut_plan, make_mask, pack_, unpack_
 from prunex_mpi.pruning.projection import select
 
-ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
+ORDERS = [o for n in (1, 2) for o in itertools.permutations(("filter", "channel", "shape"), n)]
+ORDERS += [("filter", "channel", "shape"), ("shape", "channel", "filter")]
 INSIDE = [("pattern",), ("kernel",), ("kernel", "pattern"), ("pattern", "kernel")]
 INSIDE += [o for kind in ("filter", "channel") for o in ((kind, "pattern"), ("pattern", kind))]
 INSIDE += [("shape", "pattern", "kernel"), ("channel", "kernel", "filter", "pattern")]
