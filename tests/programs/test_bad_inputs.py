@@ -744,7 +744,7 @@ def test_the_older_checkpoint_is_used_when_the_newest_is_damaged(interrupted, fi
     assert delivered[0].read_bytes() == delivered[1].read_bytes()
 
 
-@settings(PROPERTY, max_examples=30)
+@settings(PROPERTY, max_examples=20)
 @given(st.sampled_from([RANK_0, MANIFEST]), st.booleans(), st.data())
 def test_one_flipped_bit_or_any_cut_is_noticed(finished, file, flipped, data):
     with tempfile.TemporaryDirectory() as name:
