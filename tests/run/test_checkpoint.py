@@ -222,7 +222,7 @@ IN_THE_FOURTH = 10
 # What they keep is of kinds that others have.
 RARELY = ("int8", "racks", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
 RARELY += ("dense adamw", "all blocks", "fp16 gradients", "bf16", "spardl", "parallax", "embrace")
-RARELY += ("int4", "shrunk", "local-sgd", "qsr")
+RARELY += ("int4", "shrunk", "local-sgd", "qsr", "omnireduce", "terngrad", "lion")
 # Followers that hold something of their own, or nothing of what their leaders hold, are in these.
 OF_NODES = ("recipe", "paper", "fp16", "outer", "topk", "dgc", "pactrain", "diloco", "one-shot")
 OF_NODES += ("removed", "int4 behind", "paper int8 behind")
