@@ -102,7 +102,7 @@ CASES += [(name, torch.float32) for name in ("recipe", "paper")]
 # What differs from another scenario in little.
 RARELY = (
     *("fp16", "bf16", "int8", "int2", "all-behind", "union-behind", "pruned-at-once", "coupled"),
-    *("admm-adamw"),
+    *("admm-adamw", "paper-pattern", "recipe-behind", "composed"),
 )
 # What asks nothing of an MPI that others do not.
 ARITHMETIC = (

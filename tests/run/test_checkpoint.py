@@ -89,7 +89,6 @@ SCENARIOS = {
         RAMP, freeze_iteration=5, residuals="off", node_sync="outer", model_ema_decay=0.75
     ),
     "dense": {"method": "dense"},
-    "dense adamw": {"method": "dense", "optimizer": "adamw", "lr": 0.002},
     "topk": {"method": "topk", "aggregation": "hierarchical"},
     # Pruned at the end of the first iteration, stable in the second.
     "pactrain": dict(
@@ -109,7 +108,6 @@ SCENARIOS = {
     "dgc": {"method": "dgc", "aggregation": "hierarchical", "dgc_ratio": 0.02},
     "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
     "omnireduce": {"method": "omnireduce", "omnireduce_block_size": 16},
-    "all blocks": {"method": "omnireduce", "omnireduce_block_ratio": 1.0},
     "fp16 gradients": {"method": "fp16"},
     "terngrad": {"method": "terngrad", "aggregation": "hierarchical"},
     "spardl": {"method": "spardl"},
@@ -127,7 +125,6 @@ SCENARIOS = {
     "one-shot": dict(
         method="one-shot", one_shot_prune_iteration=4, groups=("coupled",), score="gates"
     ),
-    "shrunk": dict(RAMP, groups=("coupled",), freeze_iteration=5, score="gates"),
     "prunetrain": dict(
         method="prunetrain",
         prunetrain_reconfigure_every=3,
@@ -221,8 +218,8 @@ UNDER_WAY_OFTEN = (
 IN_THE_FOURTH = 10
 # What they keep is of kinds that others have.
 RARELY = ("int8", "racks", "diloco int4", "behind", "diloco int4 behind", "one-shot bf16 behind")
-RARELY += ("dense adamw", "all blocks", "fp16 gradients", "bf16", "spardl", "parallax", "embrace")
-RARELY += ("int4", "shrunk", "local-sgd", "qsr", "omnireduce", "terngrad", "lion")
+RARELY += ("fp16 gradients", "bf16", "spardl", "parallax", "embrace")
+RARELY += ("int4", "local-sgd", "qsr", "omnireduce", "terngrad", "lion", "topk")
 # Followers that hold something of their own, or nothing of what their leaders hold, are in these.
 OF_NODES = ("recipe", "paper", "fp16", "outer", "topk", "dgc", "pactrain", "diloco", "one-shot")
 OF_NODES += ("removed", "int4 behind", "paper int8 behind")
