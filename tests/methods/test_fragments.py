@@ -59,7 +59,7 @@ def near(mine, theirs):
     return float((mine.cpu() - theirs).norm() / theirs.norm()) < 1e-11
 
 
-@pytest.mark.parametrize(("scenario", "fragments", "ranks_per_node"), seldom())
+@pytest.mark.parametrize(("scenario", "fragments", "ranks_per_node"), [*seldom()])
 def test_program_equals_oracle(scenario, fragments, ranks_per_node):
     if ranks_per_node > WORLD.size:
         pytest.skip("covered by a smaller node size: the job has fewer ranks")

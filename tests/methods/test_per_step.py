@@ -99,7 +99,7 @@ def changes_of(name):
     return {**COMMON, "method": name.partition(",")[0], **METHODS[name]}
 
 
-@pytest.mark.parametrize(("aggregation", "ranks_per_node", "method"), once_for_nodes())
+@pytest.mark.parametrize(("aggregation", "ranks_per_node", "method"), [*once_for_nodes()])
 def test_program_equals_oracle(aggregation, ranks_per_node, method):
     settings = settings_of(method, aggregation)
     wanted = {**vars(settings), "steps": STEPS, "steps_per_epoch": STEPS_PER_EPOCH}

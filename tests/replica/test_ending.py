@@ -1,12 +1,10 @@
 """Jobs of one's own loops that do not end as they should: all ranks end, and one line says why."""
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from launch import LIMIT_S, environment, launcher
+from launch import run_job
 from nodes import WORLD
 
 from prunex_mpi.replica.ending import Lockstep
@@ -47,10 +45,7 @@ def run(folder: Path, method: str, then: str, ranks: int, who: str = "last") -> 
     """Return exit code and output of a job of which some ranks do something before their step 5."""
     text = LOOP.replace("METHOD", repr(method)).replace("WHO", who).replace("THEN", then)
     (folder / "loop.py").write_text(text)
-    command = [*launcher(), "-n", str(ranks), sys.executable, str(folder / "loop.py")]
-    found = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    found = run_job(ranks, ["loop.py"], folder)
     return found.returncode, found.stdout + found.stderr
 
 

@@ -126,7 +126,7 @@ def own_cases() -> Iterator[Any]:
         yield pytest.param(name, marks=[*marks, pytest.mark.long] if name in RARELY else marks)
 
 
-@pytest.mark.parametrize("case", own_cases())
+@pytest.mark.parametrize("case", [*own_cases()])
 def test_own_loop_has_the_programs_weights_bit_for_bit(case: str) -> None:
     method, settings, momentum = CASES[case]
     steps = {"steps_per_epoch": 64 // WORLD.size // 4}
