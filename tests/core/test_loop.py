@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from driving import COMMON, CPU, STEPS, assert_alike_on_all_ranks, make_context, run_driver, wire_of
+from driving import COMMON, CPU, STEPS, assert_alike_on_all_ranks, make_context, run_driver
 from nets import RandomStream, new_net
 from nodes import WORLD, nodes_of
 from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.loop import Round, averaging, begin_step_, clip_, measures_residuals
+from prunex_mpi.core.loop import Round, begin_step_, clip_, measures_residuals
 from prunex_mpi.core.state import Position
 from prunex_mpi.core.task import find_losses
 from prunex_mpi.run.supervision import learn
@@ -69,27 +69,6 @@ def plain_net() -> nn.Module:
     torch.manual_seed(5)
     layers = (nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (SIDE - 2) ** 2, CLASSES))
     return nn.Sequential(*layers).double()
-
-
-def gradient(stream: Batches, link=None, **settings) -> tuple[torch.Tensor, float]:
-    """Return the gradient of one step, averaged over `link`, and the loss."""
-    context = make_context(make(method="dense", batch_size=BATCH, **settings), plain_net(), stream)
-    with averaging(link, context) as averager:
-        for _ in range(2):
-            loss = forward_backward(context, averager)
-            if averager is not None:
-                averager.finish_()
-    return context.state.grad, float(loss)
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_the_gradient_is_the_mean_of_all_ranks():
-    streams = [Batches(rank) for rank in range(WORLD.size)]
-    wanted = sum(gradient(stream)[0] for stream in streams) / WORLD.size
-    found, loss = gradient(streams[WORLD.rank], wire_of(WORLD))
-    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14)
-    assert loss == pytest.approx(gradient(streams[WORLD.rank])[1], abs=1e-12)
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.any_mpi]
 
 COMMON = {
     "groups": ("coupled",),
-    "outer_iterations": 7,
+    "outer_iterations": 5,
     "lr": 0.05,
     "lr_schedule": "constant",
     "warmup_ratio": 0.0,
@@ -46,7 +46,7 @@ SCENARIOS = {
     "prunex": PRUNEX,
     "outer": {**PRUNEX, "node_sync": "outer", "clip_grad": 0.5},
     "adamw int4": {**PRUNEX, "optimizer": "adamw", "lr": 0.002, "payload": "int4"},
-    "behind": {**PRUNEX, "overlap_steps": 1, "evaluate_every": 7, "payload": "int4"},
+    "behind": {**PRUNEX, "overlap_steps": 1, "evaluate_every": 5, "payload": "int4"},
     "one-shot": {**ONE_SHOT, "score": "gates", "payload": "bf16"},
 }
 COMPILED = {**PRUNEX, "compile": True}

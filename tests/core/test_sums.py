@@ -145,7 +145,7 @@ def test_buckets_coded_together_are_the_same_bits(payload):
 def test_a_gpu_is_waited_for_as_often_for_a_long_message(payload):
     with several_nodes() as topology:
         found = []
-        for blocks in (40, 400):
+        for blocks in (40, 80):
             with pretended_gpu() as waits:
                 ways = replace(build_transport(GPU, 1, "host"), bucket_bytes=BUCKET_BYTES), Clock()
                 values = contribution(topology.node_index, blocks * BLOCK, torch.float32).to(GPU)

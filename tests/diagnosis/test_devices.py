@@ -87,6 +87,7 @@ for keep in (False, True):
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this is not glibc")
 def test_memory_that_was_freed_is_not_mapped_anew():
     """How many pages the system maps for 64 MiB that are taken and freed 10 times."""

@@ -12,10 +12,7 @@ from driving import (
     STEPS,
     assert_alike_on_all_ranks,
     exchange_alone,
-    exchange_over,
-    make_context,
     run_driver,
-    wire_of,
 )
 from nets import RandomStream
 from nodes import WORLD, nodes_of
@@ -127,23 +124,3 @@ def test_every_block_is_found_by_any_of_its_elements(numel, size, dtype):
             block = min(size, numel - i // size * size)
             assert traffic.payload - before == block * grad.element_size()
     assert traffic.mask == 4 * numel * math.ceil(math.ceil(numel / size) / 8)
-
-
-@pytest.mark.parametrize(("numel", "size"), BLOCKS)
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("last", [False, True])
-def test_chosen_blocks_travel_and_the_others_stay(numel, size, share, last):
-    model = nn.Linear(numel, 1, bias=False, dtype=torch.float64)
-    settings = make(omnireduce_block_size=size, **ALL, **COMMON)
-    context = make_context(settings, model, RandomStream(0, torch.float64))
-    exchange, grad = exchange_over(wire_of(WORLD), context), context.state.grad
-    generator = torch.Generator().manual_seed(3)
-    wanted = torch.rand(math.ceil(numel / size), generator=generator) < share
-    wanted[-1] = last
-    travels = wanted.repeat_interleave(size)[:numel]
-    given = torch.arange(1.0, numel + 1, dtype=torch.float64) * travels
-    for _ in range(2):
-        grad.copy_(given)
-        exchange.exchange_(grad)
-        assert torch.equal(grad, given * WORLD.size)
-    assert exchange.link.traffic.payload == 2 * 8 * int(travels.sum())

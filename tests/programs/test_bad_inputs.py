@@ -531,11 +531,11 @@ RUNS = [
     refused("summary a pipe", lambda p: pipe(p / "summary.json"), *SUMMARY),
     *(
         refused(f"summary {text[:12]}", lambda p, t=text: replace(p / "summary.json", t), *SUMMARY)
-        for text in (b"", b"{", b"\xff", b"9" * 5000, b"[" * 10**5)
+        for text in (b"{", b"\xff", b"[" * 10**5)
     ),
     *(
         refused(f"summary {text}", lambda p, t=text: replace(p / "summary.json", t), *NO_SUMMARY)
-        for text in (b"[]", b"{}", b"3", b"null")
+        for text in (b"[]", b"{}")
     ),
     refused("summary a folder", lambda p: replace(p / "summary.json"), *SUMMARY),
     refused("a loop", lambda p: replace(p / "summary.json", link="summary.json"), *SUMMARY),
@@ -705,7 +705,7 @@ CHECKPOINTS = [
     both("manifest cut", lambda p: cut(p / MANIFEST, 300), WRITTEN),
     *(
         both(f"manifest {text[:12]}", lambda p, t=text: replace(p / MANIFEST, t), WRITTEN)
-        for text in (b"", b"{}", b"[]", b"3", b"null", b"\xff", b"9" * 5000, b"[" * 10**5)
+        for text in (b"", b"{}", b"\xff", b"[" * 10**5)
     ),
     both(
         "manifest of another body",
@@ -744,7 +744,7 @@ def test_the_older_checkpoint_is_used_when_the_newest_is_damaged(interrupted, fi
     assert delivered[0].read_bytes() == delivered[1].read_bytes()
 
 
-@settings(PROPERTY, max_examples=30)
+@settings(PROPERTY, max_examples=20)
 @given(st.sampled_from([RANK_0, MANIFEST]), st.booleans(), st.data())
 def test_one_flipped_bit_or_any_cut_is_noticed(finished, file, flipped, data):
     with tempfile.TemporaryDirectory() as name:

@@ -1,6 +1,7 @@
 """Networks whose channels meet in LayerNorm, grouped convolutions, attention and cuts."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning import channel_trace
 from prunex_mpi.pruning.channel_trace import Rules
-from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import make_mask, pack_, unpack_
 from prunex_mpi.pruning.projection import group_squared_norms, select
@@ -34,13 +35,20 @@ def describe(name: str) -> dict[str, object]:
     return {"name": f"coupled_nets:{name}", **sizes, "stem": ""}
 
 
+@cache
+def coupling_of(name: str) -> Coupling:
+    """Return which channels of a network go together, found once for all tests."""
+    torch.manual_seed(0)
+    model = standalone.build(describe(name)).eval()
+    return find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_is_left_computes_the_same(name, tmp_path):
-    description = describe(name)
+    description, coupling = describe(name), coupling_of(name)
     torch.manual_seed(0)
     model = standalone.build(description).eval().double()
-    coupling = find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
     randomise_(model)
     # About a half, and a third or one group; code divides widths by numbers of heads.
     masks = [draw(coupling), np.ones(coupling.total, dtype=bool)]
@@ -71,9 +79,9 @@ AGAIN = ("regnet_y", "swin_v2", "vit", "own_attention", "parts", "gated", "keywo
     "name", [pytest.param(n, marks=() if n in AGAIN else pytest.mark.long) for n in NETWORKS]
 )
 def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
+    coupling = coupling_of(name)
     torch.manual_seed(0)
     model = standalone.build(describe(name)).eval().double()
-    coupling = find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
     randomise_(model)
     first = np.zeros(coupling.total, dtype=bool)
     for s in coupling.sets:
@@ -115,9 +123,9 @@ def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_half_of_the_groups_leave_a_quarter_and_what_is_odd(name):
+    coupling = coupling_of(name)
     torch.manual_seed(0)
     model = standalone.build(describe(name))
-    coupling = find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
     fixed = ("the network's", "applied along", "all channels are multiplied by it")

@@ -273,22 +273,22 @@ def test_channels_that_became_a_single_group_are_named():
 
 @pytest.mark.parametrize("layers", [True, False])
 def test_attention_offers_its_heads_and_where_layers_alone_are_pruned_keeps_its_width(layers):
-    model = build_model("vit_b_16", Images(16, 4))
+    model = build_model("vit_tiny", Images(16, 4))
     found = find_coupling(model, Images(16), Rules(layers=layers))
-    names = [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
-    width = [] if layers else [("conv_proj.weight", 768, 1)]
+    names = [f"encoder.layers.encoder_layer_{i}" for i in range(6)]
+    width = [] if layers else [("conv_proj.weight", 192, 1)]
     assert [(s.name, s.count, s.unit) for s in found.sets] == width + [
         entry
         for n in names
         for entry in (
-            (f"{n}.self_attention.in_proj_weight", 12, 64),
-            (f"{n}.mlp.0.weight", 3072, 1),
+            (f"{n}.self_attention.in_proj_weight", 3, 64),
+            (f"{n}.mlp.0.weight", 768, 1),
         )
     ]
     head = found.rows[f"{names[0]}.self_attention.in_proj_weight"]
     first = head[0]
-    assert np.array_equal(head.reshape(3, 12, 64)[:, :, 0] - first, [range(12)] * 3)
-    assert np.array_equal(found.columns[f"{names[0]}.self_attention.out_proj.weight"], head[:768])
+    assert np.array_equal(head.reshape(3, 3, 64)[:, :, 0] - first, [range(3)] * 3)
+    assert np.array_equal(found.columns[f"{names[0]}.self_attention.out_proj.weight"], head[:192])
     assert any("more than a channel of layers" in text for text in found.excluded) == layers
     # The embeddings are neither rows nor columns of anything.
     assert len(found.inner) == (0 if layers else 2)

@@ -18,7 +18,8 @@ from prunex_mpi.pruning.groups import Groups, find_groups
 from prunex_mpi.pruning.masks import count_kept, cut_plan, make_mask, pack_, unpack_
 from prunex_mpi.pruning.projection import select
 
-ORDERS = [o for n in (1, 2, 3) for o in itertools.permutations(("filter", "channel", "shape"), n)]
+ORDERS = [o for n in (1, 2) for o in itertools.permutations(("filter", "channel", "shape"), n)]
+ORDERS += [("filter", "channel", "shape"), ("shape", "channel", "filter")]
 INSIDE = [("pattern",), ("kernel",), ("kernel", "pattern"), ("pattern", "kernel")]
 INSIDE += [o for kind in ("filter", "channel") for o in ((kind, "pattern"), ("pattern", kind))]
 INSIDE += [("shape", "pattern", "kernel"), ("channel", "kernel", "filter", "pattern")]
@@ -154,31 +155,19 @@ def test_digests_tell_masks_and_layouts_apart():
     assert plan_of(other_layout, other_groups, mask, CPU).digest != digests[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "stem", "dense", "half", "statistics"),
-    [
-        # All elements; those with half of the input channels of all convolutions but the first,
-        # added up block by block; means and second moments of all BatchNorm channels.
-        ("resnet18", "cifar", 11_173_962, 5_595_210, 9_600),
-        ("resnet152", "imagenet", 58_164_298, 29_172_810, 151_424),
-        ("wide_resnet50_2", "imagenet", 66_854_730, 33_476_426, 68_224),
-    ],
-)
-def test_payload_of_real_networks_is_the_count_by_hand(name, stem, dense, half, statistics):
-    model = build_without_memory(name, stem)
+def test_the_payload_of_a_real_network_is_the_count_by_hand():
+    """With half of the input channels of all convolutions but the first, block by block."""
+    # Of which only the shapes exist.
+    with torch.device("meta"):
+        model = build_model("resnet18", Images(32, 10), stem="cifar")
     layout = build_layout(model)
     groups = find_groups(model, layout, ["channel"], [0.5])
-    moving = batchnorm.numel(batchnorm.find(model))
-    assert moving == statistics
+    # Means and second moments of all BatchNorm channels.
+    assert batchnorm.numel(batchnorm.find(model)) == 9_600
+    dense, half = 11_173_962, 5_595_210
     squared_norms = np.random.default_rng(0).random(groups.total)
     for schedule_progress, expected in ((0.0, dense), (1.0, half)):
         mask = select(squared_norms, groups.kinds[0], schedule_progress)
-        assert count_kept(layout, groups, mask) + moving == expected + statistics
-    # Half of every convolution but the first; what is never pruned travels whole.
+        assert count_kept(layout, groups, mask) == expected
+    # What is never pruned travels whole.
     assert dense - half == groups.prunable_numel // 2
-
-
-def build_without_memory(name: str, stem: str) -> nn.Module:
-    """Build a network of which only the shapes exist."""
-    with torch.device("meta"):
-        return build_model(name, Images(32, 10), stem=stem)

@@ -6,18 +6,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from masking import plan_of, prepare, project
+from masking import prepare, project
 from reference import PATTERNS
 from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.models.build import build_model
-from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import Layout, build_layout
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import kept_numel
-from prunex_mpi.pruning.projection import select
 
 CPU = torch.device("cpu")
 
@@ -78,17 +75,6 @@ def test_a_composition_goes_on_with_what_is_left():
                     kernel.copy_(max(kept, key=lambda k: float(k.square().sum())))
         result, _ = project(flat, layout, groups)
         assert torch.equal(layout.views(result)[4], left)
-
-
-def test_the_payload_of_resnet20_is_four_ninths_of_its_3x3_layers():
-    model = build_model("resnet20", Images(32, 10))
-    layout = build_layout(model)
-    groups = find_groups(model, layout, ["pattern"], [0.5])
-    # Six layers of 16 x 16 kernels, 16 x 32, five of 32 x 32, 32 x 64, five of 64 x 64.
-    kernels = 6 * 256 + 512 + 5 * 1024 + 2048 + 5 * 4096
-    assert groups.prunable_numel == 9 * kernels == 267_264
-    mask = select(np.random.default_rng(0).random(groups.total), groups.kinds[0], 1.0)
-    assert plan_of(layout, groups, mask, CPU).numel == layout.numel - 5 * kernels == 121_242
 
 
 @pytest.mark.parametrize(

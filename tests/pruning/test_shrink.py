@@ -21,14 +21,16 @@ from prunex_mpi.tools.export_proof import EXACT, ROUNDINGS
 # What half of the groups at most can leave of the parameters.
 NETWORKS = dict.fromkeys(
     (
-        *("resnet20", "resnet18", "resnet50", "wide_resnet50_2", "vgg16_bn", "vgg19_small"),
+        *("resnet20", "resnet18-w16", "resnet50", "wide_resnet50_2", "vgg16_bn", "vgg19_small"),
         *("mobilenet_v2", "mobilenet_v3_small", "mnasnet0_5", "densenet121"),
     ),
     0.4,
 )
 NETWORKS |= {"vit_tiny": 0.35, "vit_b_16": 0.35, "shufflenet_v2_x0_5": 0.6}
 SIDE = 32
+# Large ones, and one of the blocks of mobilenet_v2.
 LARGE = ["wide_resnet50_2", "resnet50", "vgg16_bn", "vgg19_small", "vit_b_16", "densenet121"]
+LARGE += ["mnasnet0_5"]
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """Coupled groups of networks that read tokens: heads, MLP units, and the width of the stream."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.slim import SlimNorm, as_rms_norm, doubled
 from prunex_mpi.pruning.channel_trace import Rules
-from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_squared_norms, select, with_budget
 from prunex_mpi.pruning.removable import find_removable, find_rules
@@ -31,6 +33,15 @@ def build(name: str) -> nn.Module:
     return build_model(name, TOKENS).eval()
 
 
+@cache
+def coupling_of(name: str) -> Coupling:
+    """Return which channels of a network go together, found once for all tests."""
+    model = build(name)
+    rules = find_rules(model, TOKENS)
+    assert rules == Rules()
+    return find_coupling(model, TOKENS, rules)
+
+
 NAMES = [
     *(pytest.param(name, marks=pytest.mark.long) for name in OURS[:-1]),
     *OURS[-1:],
@@ -41,10 +52,7 @@ NAMES = [
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_left_computes_the_same(name, tmp_path):
-    model = build(name)
-    rules = find_rules(model, TOKENS)
-    assert rules == Rules()
-    coupling = find_coupling(model, TOKENS, rules)
+    coupling, model = coupling_of(name), build(name)
     randomise_(model)
     removed = draw(coupling)
     mask_(model, coupling, removed)
@@ -89,52 +97,34 @@ def test_half_of_the_groups_leave_little_more_than_a_quarter(name):
     assert plan.numel < layout.numel
 
 
-class Checkpointed(nn.Module):
+class Reentrant(nn.Module):
     """A block of transformers whose activations are computed again, whatever the mode."""
 
-    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.block, self.reentrant = block, reentrant
+        self.block = block
 
     def forward(self, x: torch.Tensor, **options: object) -> torch.Tensor:
-        return checkpoint(lambda x: self.block(x, **options), x, use_reentrant=self.reentrant)
+        return checkpoint(lambda x: self.block(x, **options), x, use_reentrant=True)
 
 
-def cached(model: nn.Module) -> nn.Module:
-    """Let a model keep keys and values for tokens that never come, as is its default."""
+class Caching(Logits):
+    """A model that keeps keys and values for tokens that never come, as is its default."""
 
-    class Caching(Logits):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.model(tokens).logits
-
-    return Caching(model.model)
-
-
-def in_blocks(reentrant: bool):
-    def change(model: nn.Module) -> nn.Module:
-        layers = model.model.model.layers
-        model.model.model.layers = nn.ModuleList(Checkpointed(b, reentrant) for b in layers)
-        return model
-
-    return change
-
-
-def wrapped(model: nn.Module) -> nn.Module:
-    """Wrap blocks as torch does it, which changes names, but not those of the state dict."""
-    layers = model.model.model.layers
-    model.model.model.layers = nn.ModuleList(checkpoint_wrapper(block) for block in layers)
-    return model
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens).logits
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", [cached, in_blocks(False), in_blocks(True), wrapped])
-def test_a_cache_and_checkpoints_of_activations_cost_no_channels(change):
-    plain = build("text_nets:llama")
-    total = find_coupling(plain, TOKENS, Rules()).total
-    model = change(plain)
+@pytest.mark.parametrize(("kind", "block"), [(Caching, checkpoint_wrapper), (Logits, Reentrant)])
+def test_a_cache_and_checkpoints_of_activations_cost_no_channels(kind, block):
+    """Torch wraps blocks under other names, but not those of the state dict."""
+    model = kind(build("text_nets:llama").model)
+    layers = model.model.model.layers
+    model.model.model.layers = nn.ModuleList(map(block, layers))
     assert find_rules(model, TOKENS) == Rules()
     coupling = find_coupling(model, TOKENS, Rules())
-    assert coupling.total == total
+    assert coupling.total == coupling_of("text_nets:llama").total
     removed = draw(coupling)
     mask_(model, coupling, removed)
     smaller = shrink(model, coupling, removed)

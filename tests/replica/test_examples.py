@@ -1,13 +1,11 @@
 """The examples of loops of one's own run as they stand."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launch import environment, launcher
+from launch import run_job
 
 pytestmark = [pytest.mark.jobs]
 
@@ -20,10 +18,7 @@ TRAINER = r"6 exchanges, loss (\d\.\d\d), \d\.\d\d MiB sent"
 
 def output_of(name: str, *arguments: str) -> str:
     """Return what an example prints on two ranks."""
-    command = [*launcher(), "-n", "2", sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
-    found = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    found = run_job(2, [str(EXAMPLES / f"{name}.py"), *arguments], EXAMPLES)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 
@@ -38,6 +33,7 @@ def test_digits_become_known_by_a_smaller_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.any_mpi
+@pytest.mark.long
 def test_a_model_of_transformers_becomes_smaller_by_its_own_loss() -> None:
     found = re.search(LLAMA, output_of("transformers_loss"))
     assert found and int(found[1]) < 40000 and float(found[2]) < 1.5

@@ -126,7 +126,7 @@ def own_cases() -> Iterator[Any]:
         yield pytest.param(name, marks=[*marks, pytest.mark.long] if name in RARELY else marks)
 
 
-@pytest.mark.parametrize("case", own_cases())
+@pytest.mark.parametrize("case", [*own_cases()])
 def test_own_loop_has_the_programs_weights_bit_for_bit(case: str) -> None:
     method, settings, momentum = CASES[case]
     steps = {"steps_per_epoch": 64 // WORLD.size // 4}
@@ -152,7 +152,7 @@ def test_own_loop_has_the_programs_weights_bit_for_bit(case: str) -> None:
 @pytest.mark.two_ranks
 @pytest.mark.parametrize(
     ("case", "stop"),
-    [("prunex removed", 10), ("diloco", 5), ("dgc", 10), ("dense", 5), ("qsr", 10)],
+    [("prunex removed", 10), ("diloco", 5), ("dgc", 10), ("qsr", 10)],
 )
 def test_resumed_loop_goes_on_bit_for_bit(case: str, stop: int) -> None:
     method, settings, momentum = CASES[case]

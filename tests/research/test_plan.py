@@ -130,6 +130,8 @@ def test_a_shorter_run_still_has_exchanges_behind_its_steps():
 
 BATCH = Path(__file__).resolve().parents[2] / "batch"
 FOUND = "batch.found_widths:slim"
+# Networks of plans that have been built.
+MADE: set[tuple] = set()
 
 
 def shipped(path: Path) -> Options:
@@ -142,18 +144,17 @@ def shipped(path: Path) -> Options:
 def test_the_plans_that_are_shipped_can_be_run(path):
     options = shipped(path)
     assert len(options.rows) > 1
-    made = set()
     for row in options.rows:
         settings = settings_of(options.common, row, 0)
-        network = settings.model, settings.stem, settings.context
-        if network not in made:
+        network = settings.model, settings.stem, settings.context, settings.tokenizer
+        if network not in MADE:
             text = settings.dataset == "text"
             vocabulary = 256 if settings.tokenizer == "bytes" else 65
             with torch.device("meta"):
                 make_model(
                     settings, Tokens(vocabulary, settings.context) if text else Images(32, 10)
                 )
-        made.add(network)
+        MADE.add(network)
 
 
 def test_results_tell_which_plan_they_are_of():

@@ -97,6 +97,7 @@ def test_a_rank_alone_hands_over_no_statistics(world):
     assert (f"statistics per outer iteration  {4 * 480:,} B" in text) == (world.size > 1)
 
 
+@pytest.mark.two_ranks
 def test_data_sets_of_ones_own_are_looked_at(monkeypatch):
     monkeypatch.setitem(sys.modules, "cifar_of_mine", own_data)
     with nodes_of(2) as topology:
@@ -111,17 +112,25 @@ PRUNED = {"groups": ("coupled",), "warmup_iterations": 1, "keep_ramp_iterations"
 PRUNED |= {"freeze_iteration": 3}
 
 
+# In fewer bits each fragment has whole blocks of its own.
+IN_PARTS = {"payload": "int4", "local_steps": 3, "fragments": 3, "outer_iterations": 4}
+IN_PARTS |= {"evaluate_every": 4}
+
+
 @pytest.mark.two_ranks
 @pytest.mark.parametrize(
     "changes",
     [
         *({"payload": p, **PRUNED} for p in ("fp32", "bf16", "int4")),
         {"payload": "int4", "method": "local-sgd"},
+        {**IN_PARTS, "method": "local-sgd", "payload": "fp32"},
+        {**IN_PARTS, **PRUNED, "residuals": "off", "outer_iterations": 5, "evaluate_every": 5},
+        {**IN_PARTS, "method": "one-shot", "one_shot_prune_iteration": 2},
     ],
-    ids=lambda c: " ".join(c.get(name, "") for name in ("payload", "method")).strip(),
+    ids=lambda c: " ".join(str(c.get(k, "")) for k in ("payload", "method", "fragments")).strip(),
 )
 def test_bytes_are_those_that_a_run_counts(changes):
-    settings = make(**SHORT, **changes)
+    settings = make(**{**SHORT, **changes})
     with nodes_of(1) as topology:
         text = forecast(settings, topology, NOTHING_KNOWN)
         context = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
@@ -130,13 +139,15 @@ def test_bytes_are_those_that_a_run_counts(changes):
         # One node has nobody to save bytes for.
         return
     payloads = [record["bytes"]["payload"] for record in records]
-    dense = records[0]["bytes"]["dense"]
+    dense, whole = records[0]["bytes"]["dense"], len(records) * records[0]["bytes"]["dense"]
     lines = dict(re.split("  +", line) for line in text.splitlines())
     assert lines["dense payload per outer iteration"].startswith(f"{dense:,} B")
-    over = lines["payload over 3 outer iterations"]
+    over = lines[f"payload over {len(records)} outer iterations"]
     assert over.startswith(f"{sum(payloads):,} B")
-    assert f"{3 * dense:,} B" in over
-    assert f"{100 * sum(payloads) / (3 * dense):.1f} % of dense" in over
+    if settings.fragments > 1:
+        return
+    assert f"{whole:,} B" in over
+    assert f"{100 * sum(payloads) / whole:.1f} % of dense" in over
     if settings.payload != "fp32":
         first = lines[f"payload per outer iteration, {settings.payload}"]
         assert first.startswith(f"{payloads[0]:,} B")
@@ -145,33 +156,6 @@ def test_bytes_are_those_that_a_run_counts(changes):
         assert final.startswith(f"{payloads[-1]:,} B")
         assert f"{100 * payloads[-1] / dense:.1f} % of dense" in final
         assert payloads[0] > payloads[1] > payloads[2]
-
-
-@pytest.mark.two_ranks
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"method": "local-sgd", "payload": "fp32"},
-        {"groups": ("coupled",), "warmup_iterations": 0, "keep_ramp_iterations": 1}
-        | {"freeze_iteration": 2, "outer_iterations": 5, "residuals": "off"},
-        {"method": "one-shot", "one_shot_prune_iteration": 2},
-    ],
-    ids=("local-sgd", "prunex", "one-shot"),
-)
-def test_bytes_of_fragments_are_those_that_a_run_counts(changes):
-    """In fewer bits each fragment has whole blocks of its own."""
-    lasts = {"outer_iterations": 4, "local_steps": 3, "fragments": 3}
-    settings = make(**{**SHORT, **lasts, "payload": "int4", **changes})
-    settings = with_overrides(settings, evaluate_every=settings.outer_iterations)
-    with nodes_of(1) as topology:
-        text = forecast(settings, topology, NOTHING_KNOWN)
-        context = set_up(topology, settings, CPU, SMALL_BUCKETS, Heartbeat())
-        records = list(outer_iterations(topology, context))
-    if WORLD.size == 1:
-        return
-    payloads = [record["bytes"]["payload"] for record in records]
-    (over,) = re.findall(rf"payload over {len(payloads)} outer iterations +([\d,]+) B", text)
-    assert int(over.replace(",", "")) == sum(payloads)
 
 
 @pytest.mark.mpi(min_size=4)

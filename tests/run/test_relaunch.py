@@ -261,8 +261,13 @@ def test_a_rank_that_holds_the_run_is_waited_for():
     assert holder.wait() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(
+    ("number", "early"),
+    [
+        *zip((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), 3 * [False], strict=True),
+        (signal.SIGTERM, True),
+    ],
+)
 def test_a_signal_goes_to_the_job_which_ends_with_a_checkpoint(number, early):
     """One that comes before the job has begun to listen ends it, and the code tells no failure."""
     Path("plan").write_text("usr1 1")

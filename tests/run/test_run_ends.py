@@ -8,7 +8,7 @@ from jobs import metrics_of, run_folder, run_job_here
 from nodes import WORLD
 from small_runs import COMMON
 
-from prunex_mpi.base.errors import UserError
+from prunex_mpi.base.errors import USAGE, UserError
 from prunex_mpi.config.cli import parse
 from prunex_mpi.config.resolve import make
 from prunex_mpi.run import directory, supervision
@@ -56,6 +56,16 @@ def test_a_last_checkpoint_that_cannot_be_written_costs_a_complete_run_nothing(m
         assert not any((folder / "other/checkpoints").iterdir())
         totals = json.loads((folder / "other/summary.json").read_text())
         assert (totals["status"], totals["checkpoints"]["count"]) == ("completed", 0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_models_that_differ_between_ranks_end_all():
+    with run_folder() as folder:
+        settings = settings_of(folder, "run", model="odd_models:differs_between_ranks")
+        with pytest.raises(UserError, match="differ between ranks") as caught:
+            run_job_here(settings)
+        assert caught.value.exit_code == USAGE
+        assert not (folder / "run/summary.json").exists()
 
 
 @pytest.mark.mpi

@@ -34,7 +34,11 @@ def settings_of(folder: Path, name: str, **changes: object) -> Any:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    "scenario", ["recipe", "dense", "pactrain", "prunetrain", "behind", "never frozen", "budget"]
+    "scenario",
+    [
+        *("recipe", "dense", "prunetrain", "behind", "never frozen", "budget"),
+        pytest.param("pactrain", marks=pytest.mark.long),
+    ],
 )
 def test_the_best_of_what_has_been_evaluated_is_kept(scenario):
     # All that the lasso leaves of a channel is taken out at once.
