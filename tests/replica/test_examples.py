@@ -33,7 +33,6 @@ def test_digits_become_known_by_a_smaller_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.any_mpi
-@pytest.mark.long
 def test_a_model_of_transformers_becomes_smaller_by_its_own_loss() -> None:
     found = re.search(LLAMA, output_of("transformers_loss"))
     assert found and int(found[1]) < 40000 and float(found[2]) < 1.5
