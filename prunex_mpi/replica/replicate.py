@@ -392,7 +392,7 @@ class Replica:
         put_back = saving.put_back if same else saving.put_elsewhere
         put_back(self._topology, saved, context)
         self.records = copy.deepcopy(states[0]["records"])
-        self._lockstep.step = self.steps
+        self.optimizer.share_()
         self._begin()
         self.exchanged = saved["exchanged"] if same else True
 
@@ -424,7 +424,12 @@ class SteppedOptimizer(torch.optim.Optimizer):
         own = replica._taken
         self._replica = replica
         super().__init__([{"params": [UNUSED]}], dict(own.defaults))
-        # The same lists: a scheduler sets the rate of both.
+        self.share_()
+
+    def share_(self) -> None:
+        """Take the lists of the optimizer that steps: a scheduler sets the rate of both."""
+        # Those that it has now: loading a state replaces them.
+        own = self._replica._taken
         self.param_groups, self.state = own.param_groups, own.state
 
     def step(self, closure: None = None) -> None:
@@ -505,6 +510,11 @@ def settings_of(
     if method.by_iteration and not calibrates:
         given.setdefault("bn", "average")
     settings = make(**given)
+    if settings.overlap_steps < 0:
+        raise UserError(
+            "overlap_steps='auto' measures the program's own loop; give overlap_steps=, a number "
+            "of steps, 0 for none"
+        )
     if method.by_iteration and settings.bn == "recalibrate" and not calibrates:
         raise UserError("bn recalibrate needs batches; give calibrate=, or bn='average'")
     if (method.removes or method.keeps_by_layer) and not has_example:

@@ -346,6 +346,7 @@ REFUSED = {
     "lr": ({"lr": 0.1}, "lr is no setting of replicate; give that of the optimizer"),
     "data": ({"val_split": 0.1}, "val-split means nothing in one's own loop"),
     "typo": ({"payloads": "int4"}, "replicate has no setting 'payloads'; did you mean 'payload'"),
+    "overlap": ({"overlap_steps": "auto"}, "overlap_steps='auto' measures the program's own loop"),
     "name": ({"grad_clip": 1.0}, "no setting 'grad_clip'; did you mean 'clip_grad'"),
     "share": ({"sparsity": 0.5}, "give keep_ratio, the share that stays"),
     "value": ({"payload": "int5"}, "payload"),
@@ -489,6 +490,24 @@ def trained(scaled: bool, length: int = 6, **given: Any) -> Replica:
         (scaler.scale(loss) if scaler else loss).backward()
         replica.step(loss)
     return replica
+
+
+@pytest.mark.two_ranks
+def test_a_state_of_before_is_loaded_into_a_loop_that_has_gone_on() -> None:
+    replica = trained(False, 1)
+    saved = replica.state_dict()
+    model, scheduled = replica.model, replica.optimizer
+    for _ in range(LENGTH["local_steps"]):
+        model(torch.ones(4, 3, 8, 8)).sum().backward()
+        replica.step()
+    replica.load_state_dict(saved)
+    # What a scheduler sets, steps take.
+    scheduled.param_groups[0]["lr"] = 0.0
+    before = [p.clone() for p in model.parameters()]
+    model(torch.ones(4, 3, 8, 8)).sum().backward()
+    replica.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    replica.close()
 
 
 @pytest.mark.two_ranks
