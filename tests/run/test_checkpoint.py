@@ -108,6 +108,7 @@ SCENARIOS = {
     ),
     "dgc": {"method": "dgc", "aggregation": "hierarchical", "dgc_ratio": 0.02},
     "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
+    "dion": {"method": "dion", "aggregation": "hierarchical", "lr": 0.002},
     "omnireduce": {"method": "omnireduce", "omnireduce_block_size": 16},
     "all blocks": {"method": "omnireduce", "omnireduce_block_ratio": 1.0},
     "fp16 gradients": {"method": "fp16"},
