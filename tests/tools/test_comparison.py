@@ -23,6 +23,7 @@ from prunex_mpi.tools.report.comparison import (
     curves_of,
     read_comparison,
     read_measured,
+    together,
 )
 from prunex_mpi.tools.report.comparison_tables import (
     equal_tables,
@@ -342,3 +343,19 @@ def test_a_comparison_is_its_tables_and_its_pictures(tmp_path, monkeypatch):
     ):
         assert words in page
     assert page.count("<img ") == 3
+
+
+def test_rows_of_several_comparisons_are_drawn_in_one_picture(tmp_path, monkeypatch):
+    first, second = (comparison(outcomes(*rows)) for rows in (("dense", "low"), ("dense", "high")))
+    merged = together({"first": first, "second": second})
+    assert {*merged.by_row} == {"dense (first)", "dense (second)", "low", "high"}
+    other = comparison(outcomes("dense", accuracy=None))
+    assert together({"first": first, "other": other}) is None
+    monkeypatch.chdir(tmp_path)
+    for name, found, pictures in (("second", second, 9), ("other", other, 6)):
+        write_json(f"{name}.json", {"comparison": asdict(found)})
+        write_json("first.json", {"comparison": asdict(first)})
+        assert report.main(["first.json", f"{name}.json"]) == 0
+        page = (tmp_path / "report.html").read_text()
+        assert page.count("<img ") == pictures
+        assert ("All rows" in page) == (name == "second")

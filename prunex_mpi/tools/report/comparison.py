@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -205,6 +206,23 @@ class Comparison:
     def held_out(self) -> str:
         """Which data the networks were evaluated on as they were trained, in a word."""
         return "validation" if self.plan else "test"
+
+
+def together(found: Mapping[str, Comparison]) -> Comparison | None:
+    """Return the rows of several comparisons, by name, as one; None where measures differ.
+
+    A row that several have gets the name of its comparison.
+    """
+    first, *rest = found.values()
+    if any((one.measure, one.held_out) != (first.measure, first.held_out) for one in rest):
+        return None
+    rows = Counter(row for one in found.values() for row in one.rows)
+    outcomes = [
+        replace(run, row=run.row if rows[run.row] == 1 else f"{run.row} ({name})")
+        for name, one in found.items()
+        for run in one.outcomes
+    ]
+    return replace(first, outcomes=tuple(outcomes))
 
 
 def ended(runs: Sequence[Outcome]) -> list[Measured]:

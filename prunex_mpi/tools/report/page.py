@@ -23,7 +23,7 @@ from prunex_mpi.config.resolve import make, to_toml
 from prunex_mpi.run.summary import closing_rows
 from prunex_mpi.settings.values import in_words
 from prunex_mpi.tools.report import curves
-from prunex_mpi.tools.report.comparison import Comparison, read_comparison
+from prunex_mpi.tools.report.comparison import Comparison, read_comparison, together
 from prunex_mpi.tools.report.comparison_tables import equal_tables, other_tables, results_table
 from prunex_mpi.tools.report.curves import DPI, MOST_CURVES, Named, duration_words, styled
 from prunex_mpi.tools.report.read_runs import (
@@ -319,6 +319,8 @@ def usual_settings(run: Run) -> Mapping[str, Any]:
 def page_of_comparisons(paths: Sequence[Path]) -> Page:
     """Return the page of the comparisons in these files; raise UserError."""
     found = {path: read_comparison(path) for path in paths}
+    merged = together({path.stem: one for path, one in found.items()})
+    of_all = len(found) > 1 and merged is not None
     return Page(
         title="Comparison of methods",
         source=" · ".join(map(shown, paths)),
@@ -329,29 +331,36 @@ def page_of_comparisons(paths: Sequence[Path]) -> Page:
             if run.measured is None
         ],
         sections=[
-            part
-            for number, (path, one) in enumerate(found.items(), 1)
-            for part in sections_of(one, shown(path.name), number)
+            *([Section("All rows", (), pictures_against(merged, "all"))] if of_all else []),
+            *(
+                part
+                for number, (path, one) in enumerate(found.items(), 1)
+                for part in sections_of(one, shown(path.name), number)
+            ),
         ],
     )
 
 
 def sections_of(found: Comparison, name: str, number: int) -> list[Section]:
     """Return the results of a comparison with its pictures, and what else there is of it."""
-    measure = found.measure.label.capitalize()
-    axes = {"bytes": "sent_bytes", "time": "train_s", "parameters left": "parameters_left"}
-    pictures = pictures_of(
-        *(
-            (f"{axis}-{number}", f"{measure} against {word}", curves.compared(found, axis))
-            for word, axis in axes.items()
-        )
-    )
     machine = Table("Machine", (), tuple(found.machine.items()))
     return [
-        Section(name, [results_table(found)], pictures),
+        Section(name, [results_table(found)], pictures_against(found, str(number))),
         Section(f"{name}: at equal budgets", equal_tables(found)),
         Section(f"More of {name}", [*other_tables(found), machine]),
     ]
+
+
+def pictures_against(found: Comparison, which: str) -> list[Picture]:
+    """Draw what rows reach against what it costs; `which` ends the names of the files."""
+    measure = found.measure.label.capitalize()
+    axes = {"bytes": "sent_bytes", "time": "train_s", "parameters left": "parameters_left"}
+    return pictures_of(
+        *(
+            (f"{axis}-{which}", f"{measure} against {word}", curves.compared(found, axis))
+            for word, axis in axes.items()
+        )
+    )
 
 
 # --------------------------------------------------------------------------------------------------
