@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from prunex_mpi.base.errors import UserError
-from prunex_mpi.models.layout import Layout, Segment, trained_parameters
+from prunex_mpi.models.layout import Layout, trained_parameters
 from prunex_mpi.settings.fields import Settings
 
 # AdamW's, as in its paper.
@@ -149,7 +149,7 @@ def build_optimizer(settings: Settings, model: nn.Module, layout: Layout) -> tor
     """
     parameters = trained_parameters(model)
     muon = settings.optimizer == "muon"
-    chosen = {segment.name for segment in hidden_matrices(model, layout)} if muon else set()
+    chosen = {segment.name for segment in layout.hidden} if muon else set()
     on_all = settings.weight_decay_on == "all"
     kinds = [(n in chosen, on_all or p.dim() > 1) for n, p in parameters.items()]
     groups = [
@@ -160,7 +160,8 @@ def build_optimizer(settings: Settings, model: nn.Module, layout: Layout) -> tor
     ]
     lr, betas = settings.lr, (settings.momentum, settings.beta2)
     if muon:
-        return Muon(groups, lr=lr, betas=betas, eps=EPSILON)
+        ready = not settings.method.steps_on_gradient
+        return Muon(groups, lr=lr, betas=betas, eps=EPSILON, ready=ready)
     if settings.optimizer == "adamw":
         adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=EPSILON, fused=True)
         for group in adamw.param_groups:
@@ -194,44 +195,39 @@ ITERATIONS = 5
 # Root mean square of a step of AdamW, which Muon's has as well.
 STEP_RMS = 0.2
 
-LAYERS = (*(nn.Linear, nn.MultiheadAttention), *(nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
-
-def hidden_matrices(model: nn.Module, layout: Layout) -> list[Segment]:
-    """Return the segments that Muon takes, in the order of the layout."""
-    layers = [module for module in model.modules() if isinstance(module, LAYERS)]
-    inner = {id(p) for layer in layers[:-1] for p in layer.parameters(recurse=False)}
-    other = [m for m in model.modules() if not isinstance(m, LAYERS)]
-    # A tied embedding is no hidden layer, whichever module comes first.
-    inner -= {id(p) for m in (*other, *layers[-1:]) for p in m.parameters(recurse=False)}
-    names = {name for name, p in model.named_parameters() if id(p) in inner and p.dim() > 1}
-    return [segment for segment in layout.segments if segment.name in names]
-
-
-def describe_muon(model: nn.Module, layout: Layout) -> str:
-    """Return one line: which parameters Muon takes and which go to AdamW."""
-    matrices = hidden_matrices(model, layout)
-    others = [s for s in layout.segments if len(s.shape) > 1 and s not in matrices]
-    count = sum(s.numel for s in matrices)
+def describe_muon(layout: Layout, taker: str) -> str:
+    """Return one line: which parameters `taker`, muon or dion, takes and which go to AdamW."""
+    others = [s for s in layout.segments if len(s.shape) > 1 and s not in layout.hidden]
+    count = sum(s.numel for s in layout.hidden)
     named = ", ".join(s.name for s in others)
     return (
-        f"muon takes {len(matrices)} matrices of hidden layers, {count:,} of {layout.numel:,} "
-        f"parameters; adamw takes {named or 'no matrix'} and all of one dimension"
+        f"{taker} takes {len(layout.hidden)} matrices of hidden layers, {count:,} of "
+        f"{layout.numel:,} parameters; adamw takes {named or 'no matrix'} and all of one dimension"
     )
 
 
 class Muon(torch.optim.Optimizer):
     """Step the groups that are `orthogonal` by Muon and all others by AdamW, at one rate.
 
-    The first of `betas` is Muon's coefficient too. Matrices remember `exp_avg` alone.
+    The first of `betas` is Muon's coefficient too. Matrices remember `exp_avg` alone. With `ready`
+    their gradients are orthonormal already, and they remember nothing.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        ready: bool = False,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.ready = ready
+        of_matrices = () if ready else ("exp_avg",)
         for group in self.param_groups:
-            allocate_(self, group, *(("exp_avg",) if group["orthogonal"] else ADAMW_STATE))
+            allocate_(self, group, *(of_matrices if group["orthogonal"] else ADAMW_STATE))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -266,10 +262,11 @@ class Muon(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            tensors = parameter, parameter.grad, self.state[parameter]["exp_avg"]
-            matrix, grad, momentum = (t.view(t.shape[0], -1) for t in tensors)
-            momentum.lerp_(grad, 1 - coefficient)
-            update = orthogonalise(grad.lerp(momentum, coefficient))
+            matrix, update = (t.view(len(t), -1) for t in (parameter, parameter.grad))
+            if not self.ready:
+                momentum = self.state[parameter]["exp_avg"].view(matrix.shape)
+                momentum.lerp_(update, 1 - coefficient)
+                update = orthogonalise(update.lerp(momentum, coefficient))
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
             size = STEP_RMS * max(matrix.shape) ** 0.5
             matrix.add_(update, alpha=-group["lr"] * size)

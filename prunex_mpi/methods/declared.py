@@ -232,6 +232,31 @@ POWERSGD = _per_step(
 
 
 @dataclass(frozen=True)
+class DionOptions:
+    rank_ratio: float = option(
+        "rank of an update as a fraction of the shorter side of its matrix", 0.25, above=0, high=1
+    )
+
+
+def check_dion(settings: Settings) -> None:
+    if settings.optimizer != "muon":
+        raise UserError(
+            f"optimizer {settings.optimizer}: dion takes the place of Muon, and AdamW steps all "
+            "else; leave it away"
+        )
+
+
+DION = _per_step(
+    "dion",
+    "low-rank factors of the orthonormal step of Muon, with error feedback",
+    DionOptions,
+    defaults={"optimizer": "muon"},
+    check=check_dion,
+    momentum_in="update",
+)
+
+
+@dataclass(frozen=True)
 class OmnireduceOptions:
     block_size: int = option("elements of a block that travels or not", 256, low=1)
     block_ratio: float = option(
@@ -431,7 +456,7 @@ PACTRAIN = _per_step(
 
 METHODS = (
     *(PRUNEX, PRUNEX_FLAT),
-    *(DENSE, TOPK, DGC, POWERSGD, OMNIREDUCE, FP16, BF16),
+    *(DENSE, TOPK, DGC, POWERSGD, DION, OMNIREDUCE, FP16, BF16),
     *(TERNGRAD, LION, ADACGD, PRUNETRAIN, PACTRAIN, CLICKTRAIN),
     *(SPARDL, GOSSIP, PARALLAX, EMBRACE),
     *(LOCAL_SGD, DILOCO, QSR, SPARSELOCO, ONE_SHOT),

@@ -7,6 +7,7 @@ from prunex_mpi.core.state import State
 from prunex_mpi.methods.adacgd import AdaCgd
 from prunex_mpi.methods.clicktrain import ClickTrain
 from prunex_mpi.methods.dgc import Dgc
+from prunex_mpi.methods.dion import Dion
 from prunex_mpi.methods.embeddings import EmbRace, Parallax
 from prunex_mpi.methods.exchange import Dense, Exchange
 from prunex_mpi.methods.gossip import Gossip
@@ -28,6 +29,7 @@ EXCHANGES: dict[str, type[Exchange]] = {
     "topk": TopK,
     "dgc": Dgc,
     "powersgd": PowerSgd,
+    "dion": Dion,
     "omnireduce": OmniReduce,
     "fp16": Fp16,
     "bf16": Bf16,

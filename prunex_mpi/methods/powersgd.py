@@ -38,15 +38,23 @@ class PowerSgd(Exchange):
         ("right factors Q", "workers", "Allreduce SUM", "rank elements per column of a matrix"),
     )
 
+    # The share of what is sent that leaves the residual.
+    spent = 1.0
+
     def allocate(self) -> None:
-        self.split = split_layout(self.state.layout, self.options.rank)
+        self.split = self.split_of(self.settings, self.state.layout)
         self.left = self.state.theta.new_empty(self.split.left_numel)
         self.whole = self.state.theta.new_empty(self.split.whole_numel)
 
     @staticmethod
-    def memory(settings: Settings, layout: Layout, theta: Tensor) -> Declared:
+    def split_of(settings: Settings, layout: Layout) -> "Split":
+        """Return which segments travel as factors; raise UserError where none does."""
+        return split_layout(layout, settings.options.rank)
+
+    @classmethod
+    def memory(cls, settings: Settings, layout: Layout, theta: Tensor) -> Declared:
         """Allocate what has not been sent yet, and the right factors, random at first."""
-        numel = split_layout(layout, settings.options.rank).right_numel
+        numel = cls.split_of(settings, layout).right_numel
         generator = torch.Generator().manual_seed(settings.seed)
         right = torch.randn(numel, generator=generator, dtype=theta.dtype).to(theta.device)
         return {RESIDUAL: summed(torch.zeros_like(theta)), RIGHT_FACTORS: shared(right)}
@@ -66,8 +74,9 @@ class PowerSgd(Exchange):
         self.link.reduce_by_first_(left, self.orthonormalise_)
         for m, p, q in split.triples(residual, left, right):
             torch.mm(m.T, p, out=q)
-            m.addmm_(p, q.T, alpha=-1)
+            m.addmm_(p, q.T, alpha=-self.spent)
         self.link.reduce_(right)
+        self.scale_right_()
         for m, p, q in split.triples(flat, left, right):
             torch.mm(p, q.T, out=m)
         put_whole_(flat, split.whole, whole)
@@ -77,11 +86,17 @@ class PowerSgd(Exchange):
         for p in self.split.factors(self.left, 0):
             p.copy_(torch.linalg.qr(p).Q)
 
-    @staticmethod
-    def payload(settings: Settings, layout: Layout, size: int, workers: int) -> tuple[int, str]:
-        split = split_layout(layout, settings.options.rank)
+    def scale_right_(self) -> None:
+        """Change the sum of the right factors before it becomes part of the gradient."""
+
+    @classmethod
+    def payload(
+        cls, settings: Settings, layout: Layout, size: int, workers: int
+    ) -> tuple[int, str]:
+        split = cls.split_of(settings, layout)
+        ranks = sorted(set(split.ranks))
         how = (
-            f"{len(split.matrices)} matrices as factors of rank {split.rank}, "
+            f"{len(split.matrices)} matrices as factors of rank {' or '.join(map(str, ranks))}, "
             f"{split.whole_numel:,} elements whole, {settings.aggregation}"
         )
         return (split.left_numel + split.right_numel + split.whole_numel) * size, how
@@ -89,21 +104,21 @@ class PowerSgd(Exchange):
 
 @dataclass(frozen=True)
 class Split:
-    """The segments that travel as two factors of `rank` columns, and those that travel whole."""
+    """The segments that travel as two factors of so many columns, and those that travel whole."""
 
-    rank: int
+    ranks: tuple[int, ...]
     matrices: tuple[Segment, ...]
     whole: tuple[Segment, ...]
 
     @property
     def left_numel(self) -> int:
         """Elements of all left factors P."""
-        return self.rank * sum(sides(s)[0] for s in self.matrices)
+        return sum(self._numels(0))
 
     @property
     def right_numel(self) -> int:
         """Elements of all right factors Q."""
-        return self.rank * sum(sides(s)[1] for s in self.matrices)
+        return sum(self._numels(1))
 
     @property
     def whole_numel(self) -> int:
@@ -111,8 +126,8 @@ class Split:
 
     def factors(self, flat: Tensor, dim: int) -> Iterator[Tensor]:
         """Walk left (`dim` 0) or right factors [size, rank], one behind the other in `flat`."""
-        pieces = flat.split([self.rank * sides(s)[dim] for s in self.matrices])
-        return (piece.view(-1, self.rank) for piece in pieces)
+        pieces = zip(flat.split(self._numels(dim)), self.ranks, strict=True)
+        return (piece.view(-1, rank) for piece, rank in pieces)
 
     def triples(
         self, flat: Tensor, left: Tensor, right: Tensor
@@ -120,6 +135,9 @@ class Split:
         """Walk the matrices [rows, columns] of `flat` with their left and their right factors."""
         matrices = (flat[s.place].view(sides(s)) for s in self.matrices)
         return zip(matrices, self.factors(left, 0), self.factors(right, 1), strict=True)
+
+    def _numels(self, dim: int) -> list[int]:
+        return [r * sides(s)[dim] for r, s in zip(self.ranks, self.matrices, strict=True)]
 
 
 def sides(segment: Segment) -> tuple[int, int]:
@@ -146,8 +164,6 @@ def split_layout(layout: Layout, rank: int) -> Split:
             f"powersgd-rank {rank} is too large for every matrix of the model; {best.name}, "
             f"{rows} x {columns}, takes the largest, {largest_rank(best)}"
         )
-    return Split(
-        rank,
-        tuple(s for s in layout.segments if rank <= largest_rank(s)),
-        tuple(s for s in layout.segments if rank > largest_rank(s)),
-    )
+    matrices = tuple(s for s in layout.segments if rank <= largest_rank(s))
+    whole = tuple(s for s in layout.segments if rank > largest_rank(s))
+    return Split((rank,) * len(matrices), matrices, whole)

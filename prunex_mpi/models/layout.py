@@ -28,6 +28,9 @@ NORM_NUMEL = 2**20
 CPU_TILE, DEVICE_TILE = 2**16, 2**24
 
 
+LAYERS = (*(nn.Linear, nn.MultiheadAttention), *(nn.Conv1d, nn.Conv2d, nn.Conv3d))
+
+
 @dataclass(frozen=True)
 class Segment:
     """The place of one parameter tensor (a "layer" of the paper) in a flat vector."""
@@ -48,12 +51,13 @@ class Layout:
     """The segments of a flat vector in the order of `model.named_parameters()`.
 
     `embeddings` are those that nn.Embedding alone has, whose rows a batch looks up; none where
-    another layer shares one of them.
+    another layer shares one of them. `hidden` are the matrices of hidden layers, which Muon takes.
     """
 
     segments: tuple[Segment, ...]
     numel: int
     embeddings: tuple[Segment, ...] = ()
+    hidden: tuple[Segment, ...] = ()
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return one view per segment, each of its parameter's shape, without copying."""
@@ -127,9 +131,9 @@ def build_layout(model: nn.Module) -> Layout:
         Segment(name, tuple(p.shape), offset, p.numel())
         for offset, (name, p) in zip(offsets, parameters.items(), strict=True)
     )
-    looked_up = _looked_up(model)
-    embeddings = (s for s in segments if parameters[s.name] in looked_up)
-    return Layout(segments, numel, tuple(embeddings))
+    kinds = [_looked_up(model), _hidden(model)]
+    chosen = [tuple(s for s in segments if parameters[s.name] in kind) for kind in kinds]
+    return Layout(segments, numel, *chosen)
 
 
 def _looked_up(model: nn.Module) -> set[nn.Parameter]:
@@ -140,6 +144,14 @@ def _looked_up(model: nn.Module) -> set[nn.Parameter]:
         which = inside if isinstance(module, nn.Embedding) else elsewhere
         which.update(module.parameters(recurse=False))
     return set() if inside & elsewhere else inside
+
+
+def _hidden(model: nn.Module) -> set[nn.Parameter]:
+    """Return the matrices of all layers but the last; none that is an embedding as well."""
+    layers = [module for module in model.modules() if isinstance(module, LAYERS)]
+    other = [m for m in model.modules() if not isinstance(m, LAYERS)]
+    inner = {p for layer in layers[:-1] for p in layer.parameters(recurse=False) if p.dim() > 1}
+    return inner - {p for m in (*other, *layers[-1:]) for p in m.parameters(recurse=False)}
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

@@ -487,8 +487,10 @@ def settings_of(
         # Says which names there are.
         make(method=given["method"])
     own = set(method.option_fields())
+    if method.momentum and not method.steps_on_gradient:
+        own.add("momentum")
     if exchange_of(method).own_decay:
-        own |= {"momentum", "weight_decay"}
+        own.add("weight_decay")
         given.setdefault("weight_decay", 0.0)
     for name in given.keys() - ACCEPTED - own - OWNER.keys():
         if name in INSTEAD:
@@ -521,7 +523,8 @@ def settings_of(
             "model; give example=, a batch as the model takes it"
         )
     plain = isinstance(optimizer, torch.optim.SGD)
-    if not method.optimizer and not (plain and not optimizer.param_groups[0]["momentum"]):
+    plain = plain and not optimizer.param_groups[0]["momentum"]
+    if not method.steps_on_gradient and not plain:
         raise UserError(
             f"{method.name} has a momentum of its own; give torch.optim.SGD without momentum"
         )

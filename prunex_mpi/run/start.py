@@ -195,7 +195,9 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
         return
     log_unpruned(context.settings, context.state.groups, context.state.layout.numel)
     if context.settings.optimizer == "muon":
-        log.info("%s", describe_muon(context.problem.model, context.state.layout))
+        method = context.settings.method
+        taker = "muon" if method.steps_on_gradient else method.name
+        log.info("%s", describe_muon(context.state.layout, taker))
     problem = context.problem
     steady = any(isinstance(module, STEADYING) for module in problem.model.modules())
     for line in advice(context.settings, problem.steps, steady=steady):

@@ -196,7 +196,10 @@ class Settings:
     distillation_alpha: float = _setting("weight of the distillation loss", 0.5, above=0, high=1)
     distillation_tau: float = _setting("temperature of the distillation loss", 4.0, above=0)
     clip_grad: float = _setting(
-        "clip the gradient norm of each step to this value, 0 for off", 0.0, low=0, of="optimizer"
+        "clip the gradient norm of each step to this value, 0 for off",
+        0.0,
+        low=0,
+        of="steps_on_gradient",
     )
     model_ema_decay: float = _setting(
         "decay per outer iteration of the moving average of z that is evaluated and delivered, "

@@ -35,8 +35,8 @@ class Method:
     # What it prunes: the "groups" of --groups, single "weights", "kernels" and patterns of them, or
     # "channels", which it takes out of the network while it trains.
     prunes: str = ""
-    # Where momentum is: in torch's "optimizer", in what "workers" send, or likewise and "fixed",
-    # not that of --momentum.
+    # Where momentum is: in torch's "optimizer", in what "workers" send, likewise and "fixed", not
+    # that of --momentum, or likewise for the matrices of hidden layers, whose "update" arrives.
     momentum_in: str = "optimizer"
     # A step whose gradient has overflowed in float16 leaves no trace when it is left out.
     overflow_safe: bool = False
@@ -134,7 +134,12 @@ class Method:
 
     @property
     def optimizer(self) -> bool:
-        """Whether one of torch's optimizers takes its steps; else the workers send momentum."""
+        """Whether --optimizer takes its steps, or some of them; else the workers send momentum."""
+        return self.momentum_in in ("optimizer", "update")
+
+    @property
+    def steps_on_gradient(self) -> bool:
+        """Whether steps begin with the mean gradient alone, which has no momentum yet."""
         return self.momentum_in == "optimizer"
 
     def has(self, traits: str) -> bool:

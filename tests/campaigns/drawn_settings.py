@@ -64,7 +64,7 @@ METHODS = {
     "prunetrain": ("--prunetrain-reconfigure-every 2 --prunetrain-threshold 0.45", [], 1),
     "clicktrain": ("--keep-ratio 0.4", [STEPS], 1),
     "pactrain": ("--keep-ratio 0.5 --pactrain-prune-iteration 2", [STEPS], 1),
-    **{name: ("", [STEPS], 1) for name in ("dense", "topk", "powersgd", "spardl", "bf16")},
+    **{name: ("", [STEPS], 1) for name in ("dense", "topk", "powersgd", "dion", "spardl", "bf16")},
     **{name: ("", [], 1) for name in ("terngrad", "lion", "adacgd", "gossip")},
 }
 

@@ -17,7 +17,6 @@ from prunex_mpi.core.optimizer import (
     OptimizerMemory,
     build_optimizer,
     describe_muon,
-    hidden_matrices,
     orthogonalise,
 )
 from prunex_mpi.core.state import forget_momentum_
@@ -39,12 +38,12 @@ class Words(nn.Module):
 def test_hidden_matrices_are_muons_and_all_else_is_adamws():
     model = Words()
     layout = build_layout(model)
-    names = [segment.name for segment in hidden_matrices(model, layout)]
+    names = [segment.name for segment in layout.hidden]
     assert names == ["hidden.weight", "between.weight"]
-    line = describe_muon(model, layout)
+    line = describe_muon(layout, "muon")
     assert "2 matrices" in line and "places, words.weight" in line
     net = new_net()
-    names = [segment.name for segment in hidden_matrices(net, build_layout(net))]
+    names = [segment.name for segment in build_layout(net).hidden]
     assert [name for name in names if name.startswith("fc")] == []
     assert len(names) == 4
 
@@ -62,7 +61,7 @@ def test_steps_are_those_of_torchs_optimizers(monkeypatch: pytest.MonkeyPatch) -
     mine = build_optimizer(settings, model, layout)
     memory = OptimizerMemory(mine, model, layout)
     memory.set_decay_(settings.weight_decay)
-    chosen = {segment.name for segment in hidden_matrices(model, layout)}
+    chosen = {segment.name for segment in layout.hidden}
     parameters = dict(other.named_parameters())
     matrices = {n: nn.Parameter(parameters[n].detach().flatten(1)) for n in chosen}
     rest = [p for n, p in parameters.items() if n not in chosen]

@@ -106,6 +106,7 @@ CASES = {
             ("dense", ""),
             ("topk", "--topk-ratio 0.05"),
             ("powersgd", ""),
+            ("dion", ""),
             ("omnireduce", "--omnireduce-block-size 16 --omnireduce-block-ratio 0.3"),
             ("pactrain", "--pactrain-stable-window 3"),
             ("spardl", "--spardl-ratio 0.05"),

@@ -205,6 +205,54 @@ def powersgd(contributions, memory, s):
     return total
 
 
+def dion(contributions, memory, s):
+    """Send the momentum of hidden matrices by one power iteration; its update is their sum."""
+    *hidden, _ = [n for n, x in contributions[0].items() if x.dim() > 1]
+    shapes = {n: (len(x), x[0].numel()) for n, x in contributions[0].items() if n in hidden}
+    ranks = {n: max(1, int(s.options.rank_ratio * min(shape))) for n, shape in shapes.items()}
+    if "right" not in memory:
+        generator = torch.Generator().manual_seed(s.seed)
+        counts = [ranks[n] * columns for n, (_, columns) in shapes.items()]
+        dtype = contributions[0][hidden[0]].dtype
+        draws = torch.randn(sum(counts), generator=generator, dtype=dtype).split(counts)
+        memory["right"] = {n: q.view(-1, ranks[n]) for n, q in zip(shapes, draws, strict=True)}
+        memory["momenta"] = [
+            {n: torch.zeros(shapes[n], dtype=dtype) for n in hidden} for _ in contributions
+        ]
+    total = dense(contributions, {}, s)
+    for n in hidden:
+        momenta = [
+            momentum[n] + c[n].view(shapes[n])
+            for momentum, c in zip(memory["momenta"], contributions, strict=True)
+        ]
+        left = torch.linalg.qr(sum(momenta) @ memory["right"][n]).Q
+        right = sum(momenta).T @ left
+        memory["right"][n] = right / right.norm(dim=0)
+        total[n] = (left @ memory["right"][n].T).view(total[n].shape)
+        for momentum, m in zip(memory["momenta"], momenta, strict=True):
+            momentum[n] = m - (1 - s.momentum) * left @ left.T @ m
+    return total
+
+
+def dion_steps(model, s):
+    """Return what steps along updates of hidden matrices, as far as Muon, and else by AdamW."""
+    *hidden, _ = [p for p in parameters(model).values() if p.dim() > 1]
+    sizes = [0.2 * math.sqrt(max(len(p), p[0].numel())) for p in hidden]
+    # The decay is that of the rate alone.
+    plain = [
+        {"params": [p], "lr": s.lr * size, "weight_decay": s.weight_decay / size}
+        for p, size in zip(hidden, sizes, strict=True)
+    ]
+    rest = [p for p in parameters(model).values() if all(p is not other for other in hidden)]
+    groups = [{"params": [p], "weight_decay": s.weight_decay * decays(p, s)} for p in rest]
+    betas = s.momentum, s.beta2
+    both = torch.optim.SGD(plain), torch.optim.AdamW(groups, lr=s.lr, betas=betas)
+    return SimpleNamespace(
+        step=lambda: [optimizer.step() for optimizer in both],
+        zero_grad=lambda: [optimizer.zero_grad() for optimizer in both],
+    )
+
+
 def omnireduce(contributions, memory, s):
     """Send whole blocks of the largest norm of all tensors in one row; the others wait."""
     if s.options.block_ratio == 1:
@@ -385,6 +433,7 @@ PER_STEP = {
     "topk": topk,
     "dgc": dgc,
     "powersgd": powersgd,
+    "dion": dion,
     "omnireduce": omnireduce,
     "spardl": spardl,
     "pactrain": pactrain,
@@ -401,6 +450,8 @@ def simulate_per_step(model, streams, node_sizes, loss_fn, s):
     momentum = 0 if s.method.name in ("dgc", "lion") else s.momentum
     decay = 0 if s.method.name == "dgc" else s.weight_decay
     optimizers = [sgd(m, s, momentum, decay) for m in models]
+    if s.method.name == "dion":
+        optimizers = [dion_steps(m, s) for m in models]
     history = []
     if s.method.name == "pactrain" and s.options.prune_iteration == 0:
         prune_weights(models, optimizers, memory, s)

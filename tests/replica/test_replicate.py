@@ -437,6 +437,26 @@ def test_steps_beyond_the_length_and_of_the_optimizer_alone_are_refused() -> Non
 
 
 @pytest.mark.two_ranks
+def test_dion_hands_the_step_of_hidden_matrices_to_plain_sgd() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    given = {**LENGTH, "method": "dion", "momentum": 0.9}
+    with prunex_mpi.replicate(WORLD, model, optimizer, **given) as replica:
+        before = [p.detach().clone() for p in model.parameters()]
+        inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(WORLD.rank))
+        model(inputs).square().sum().backward()
+        gradients = [WORLD.allreduce(p.grad.numpy()) / WORLD.size for p in model.parameters()]
+        replica.step()
+        steps = [(p - b) / -0.5 for p, b in zip(model.parameters(), before, strict=True)]
+    # Of a quarter of 8 columns, orthonormal to the left, of length one to the right.
+    assert torch.linalg.matrix_rank(steps[0], atol=1e-3) == 2
+    assert steps[0].norm().item() == pytest.approx(2**0.5, rel=1e-3)
+    for step, gradient in list(zip(steps, gradients, strict=True))[1:]:
+        torch.testing.assert_close(step.detach(), torch.from_numpy(gradient), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.two_ranks
 def test_a_network_of_which_nothing_is_pruned_yet_is_told(caplog: pytest.LogCaptureFixture) -> None:
     replica = trained(False, 1)
     numbers = [p.numel() for p in replica.model.parameters()]

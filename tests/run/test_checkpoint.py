@@ -107,6 +107,7 @@ SCENARIOS = {
     ),
     "dgc": {"method": "dgc", "aggregation": "hierarchical", "dgc_ratio": 0.02},
     "powersgd": {"method": "powersgd", "aggregation": "hierarchical"},
+    "dion": {"method": "dion", "aggregation": "hierarchical", "lr": 0.002},
     "omnireduce": {"method": "omnireduce", "omnireduce_block_size": 16},
     "fp16 gradients": {"method": "fp16"},
     "terngrad": {"method": "terngrad", "aggregation": "hierarchical"},
