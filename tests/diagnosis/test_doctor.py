@@ -1,7 +1,6 @@
 """The doctor: every check on facts that are right and wrong, what is gathered, and the program."""
 
 import json
-import math
 import os
 import sys
 from contextlib import nullcontext
@@ -33,7 +32,6 @@ from prunex_mpi.diagnosis.devices import (
     gather_facts,
     thread_level,
 )
-from prunex_mpi.diagnosis.examine import BANDWIDTH_BYTES, Link, measure_links
 from prunex_mpi.diagnosis.findings import (
     HAN_SEGMENTS,
     REDUCTIONS,
@@ -428,16 +426,10 @@ def test_the_worst_stands_first_with_its_remedy():
     assert {f.severity for f in findings} <= set(SEVERITIES)
 
 
-def test_tables_have_a_line_per_node_and_per_link():
+def test_the_table_has_a_line_per_node():
     rows = examine.format_topology(with_gpus(JOB, ["a", "b", "c", "d"])).splitlines()
     assert len(rows) == 4
     assert rows[2].split() == ["0", "alpha", "2", "4", "of", "4", "2", "cuda:0", "H+cuda:1", "H"]
-    links = [Link("latency", "nodes 0 and 1", 8, 2e-6, 5), Link("bandwidth", "w", 10**6, 1e-3, 5)]
-    text = examine.format_links(links, JOB)
-    assert "2.00" in text
-    assert "1000" in text
-    assert "no network" not in text
-    assert "no network" in examine.format_links(links, [replace(r, host="one") for r in JOB])
 
 
 def test_facts_survive_as_text_even_from_another_version():
@@ -523,25 +515,6 @@ def test_facts_of_all_ranks_reach_rank_zero(ranks_per_node):
         }
     assert max(r.clock for r in facts) - min(r.clock for r in facts) < 1
     assert findings_ranks.check_versions(facts)[0].severity == "ok"
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_links_are_measured_where_there_are_any(ranks_per_node):
-    beats: list[int] = []
-    with nodes_of(ranks_per_node) as topology:
-        links = measure_links(topology, 0.05, lambda: beats.append(1))
-        nodes, largest = topology.num_nodes, max(topology.node_sizes)
-    assert bool(beats) == (WORLD.size > 1)
-    expected = [("latency", 8), ("bandwidth", BANDWIDTH_BYTES)] * ((largest > 1) + (nodes > 1))
-    if WORLD.rank:
-        assert links == []
-        return
-    assert [(link.what, link.size_bytes) for link in links] == expected
-    for link in links:
-        assert math.isfinite(link.seconds) and link.seconds > 0
-        assert link.turns >= 1
-    assert (f"nodes 0 and {nodes - 1}" in {link.between for link in links}) == (nodes > 1)
 
 
 @pytest.mark.mpi
@@ -678,7 +651,7 @@ def test_program_under_the_launcher(tmp_path):
     lacking = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
     ended = run_job(2, [*arguments, "--device", "cpu"], tmp_path, **lacking)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for words in ("MPI library", "Topology: 2 ranks", "Findings", "Links"):
+    for words in ("MPI library", "Topology: 2 ranks", "Findings"):
         assert ended.stdout.count(words) == 1, ended.stdout
     assert "ready to train" in ended.stdout.splitlines()[-1]
     for words in ("MPI_THREAD_SERIALIZED", "unset MPI4PY_RC_THREAD_LEVEL"):
@@ -686,7 +659,6 @@ def test_program_under_the_launcher(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ready"] is True
     assert len(found["ranks"]) == 2
-    assert {link["what"] for link in found["links"]} == {"latency", "bandwidth"}
     assert not any(f["severity"] == "error" for f in found["findings"])
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
@@ -697,7 +669,7 @@ def test_program_says_what_would_fail(monkeypatch, capsys):
     assert doctor.doctor(MPI.COMM_SELF, parse([*flags, "--mpi-buffers", "device"])) == 1
     said = capsys.readouterr().out
     assert said.endswith("training would fail: file system, --mpi-buffers device\n")
-    assert "/proc can't be written" in said and "Links" not in said
+    assert "/proc can't be written" in said
 
 
 @pytest.mark.jobs
