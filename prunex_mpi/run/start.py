@@ -333,8 +333,13 @@ def check_state_dict(model: torch.nn.Module) -> None:
 
 
 def check_model(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:
-    """Raise UserError where a model of the user's does what no file of a run can tell."""
+    """Raise UserError where a model of the user's does what a run can't average or keep."""
     if name := moved_in_training(model, inputs):
+        if model.get_buffer(name).is_floating_point():
+            raise UserError(
+                f"training moves buffer {name} of the model, and of buffers only BatchNorm's "
+                "statistics are averaged over the ranks; use BatchNorm, or leave it as it is"
+            )
         raise UserError(
             f"training moves {name} of the model, a buffer that is not persistent, which no file "
             "of a run holds: register it with persistent=True"
