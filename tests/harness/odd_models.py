@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from nets import Reader
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.nn.utils import weight_norm
 
 from prunex_mpi.models.build import build_model
@@ -87,13 +86,6 @@ class _MoreWhileTraining(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         outputs = self.body(x)
         return (outputs, outputs) if self.training else outputs
-
-
-def loss_of_both(
-    outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
-) -> torch.Tensor:
-    several = outputs if isinstance(outputs, tuple) else (outputs,)
-    return sum(cross_entropy(output, labels) for output in several)
 
 
 def more_while_training(num_classes: int, image_size: int) -> nn.Module:

@@ -176,7 +176,10 @@ FLAGS: dict[str, tuple[int, tuple[str, ...]]] = {
     "--model resnet21": (USAGE, ("'resnet21'", "did you mean 'resnet")),
     "--model nowhere:f": (USAGE, ("cannot import 'nowhere'",)),
     "--model odd_models:_rank": (USAGE, ("odd_models:_rank", "TypeError")),
-    "--model odd_models:more_while_training": (USAGE, ("returns tuple while it trains", "--loss")),
+    "--model odd_models:more_while_training": (
+        USAGE,
+        ("returns tuple while it trains", "one tensor"),
+    ),
     "--model odd_models:centred": (USAGE, ("training moves buffer 1.mean", "BatchNorm's")),
     "--model odd_models:counting": (USAGE, ("training moves 1.steps", "persistent=True")),
     "--model odd_models:draws": (USAGE, ("odd_models:draws is another one each time", "buffer")),
