@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4py import MPI
 
@@ -62,8 +59,6 @@ from prunex_mpi.run.problem import CPU, build_problem, find_inputs, load_dataset
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
 
-# Layers behind which weights of any size do, and learning rates of ResNets with them.
-STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
 # Of the largest output of a network, where it is computed twice.
 SAME_WITHIN = 1e-4
 # Of the epochs that a run is asked for, where whole steps make more or fewer.
@@ -197,8 +192,7 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
     if context.settings.optimizer == "muon":
         log.info("%s", describe_muon(context.problem.model, context.state.layout))
     problem = context.problem
-    steady = any(isinstance(module, STEADYING) for module in problem.model.modules())
-    for line in advice(context.settings, problem.steps, steady=steady):
+    for line in advice(context.settings, problem.steps):
         log.warning("%s", line)
     wanted, images = context.settings.batch_size, problem.train.batch_size
     if images < wanted:
