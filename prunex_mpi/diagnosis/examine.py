@@ -18,10 +18,10 @@ import torch
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
-from prunex_mpi.base.files import prepare_file, write_json
+from prunex_mpi.base.files import write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, format_table
-from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text, run_on_root
+from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text
 from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of, set_threads
 from prunex_mpi.diagnosis.devices import (
@@ -66,7 +66,6 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
     if errors(findings):
         return report_singleton(findings, options)
     settings = options.settings
-    run_on_root(world, lambda: prepare_file(options.json_file))
     with nodes_of(world, settings.ranks_per_node) as topology:
         heartbeat.enter("ranks")
         device, problem = find_device(settings.device, topology.host_rank)
@@ -109,7 +108,6 @@ def report_singleton(findings: list[Finding], options: Namespace) -> int:
     if launcher_rank(os.environ):
         time.sleep(SINGLETON_GRACE_S)
         return FAILURE
-    prepare_file(options.json_file)
     print(f"{format_software()}\n\n{format_findings(findings)}\n", flush=True)
     if options.json_file:
         write_json(options.json_file, as_json([], findings))

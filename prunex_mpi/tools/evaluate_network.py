@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line, set_up_logging
-from prunex_mpi.base.files import TOKENIZER, prepare_file, read_json, write_json
+from prunex_mpi.base.files import TOKENIZER, read_json, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.imports import check_named
 from prunex_mpi.base.record_keys import check_network, reached
@@ -80,7 +80,6 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     set_up_logging(world.rank, world.size)
     check_launched_together(world)
     require_same(world, "the flags", repr(options))
-    run_on_root(world, lambda: prepare_file(options.json_file))
     network = run_collectively(world, lambda: read_network(options.network, (options.model,)))
     with take_places(world, 0, options.device) as place:
         if options.prompt is not None:
