@@ -1,11 +1,8 @@
 """Signals are noted, and time limits leave time for a checkpoint."""
 
 import os
-import pty
 import signal
-import sys
 import time
-from contextlib import suppress
 
 import pytest
 
@@ -56,29 +53,6 @@ def test_ctrl_c_is_noted_while_training_and_the_second_ends(capfd):
         received.training = received.quiet = True
         os.kill(os.getpid(), signal.SIGINT)
         assert capfd.readouterr().err == ""
-
-
-TOLD = """
-import os, signal
-from prunex_mpi.base.signals import catching
-with catching() as received:
-    received.training, received.kept = True, 7
-    os.kill(os.getpid(), signal.SIGTERM)
-"""
-
-
-def test_what_ctrl_c_at_mpirun_costs_is_said_at_the_terminal():
-    """Open MPI's mpirun drops what its ranks print from then on, and soon kills them."""
-    pid, terminal = pty.fork()
-    if not pid:
-        os.execv(sys.executable, [sys.executable, "-c", TOLD])
-    told = b""
-    with suppress(OSError):
-        while piece := os.read(terminal, 1024):
-            told += piece
-    os.waitpid(pid, 0)
-    os.close(terminal)
-    assert b"told to end" in told and b"all after outer iteration 7 is lost" in told
 
 
 def test_without_a_request_nothing_stops():

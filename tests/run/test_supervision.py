@@ -236,7 +236,6 @@ def test_automatic_checkpoints_cost_little(monkeypatch):
             checkpoints.save(SimpleNamespace(state=SimpleNamespace(position=position)))
             written.append(iteration)
     assert written[0] == 1
-    assert checkpoints.received.kept == written[-1]
     assert checkpoints.seconds == 2.0 * checkpoints.count
     assert 0.015 < checkpoints.seconds / now[0] < 0.02
 
