@@ -7,7 +7,7 @@ import socket
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,6 @@ from prunex_mpi.base.files import write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text
-from prunex_mpi.comm.preemption import UNSET, ended_before
 from prunex_mpi.comm.topology import Topology, nodes_of, set_threads
 from prunex_mpi.diagnosis.devices import (
     choose_device,
@@ -80,7 +79,6 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
         if world.rank == 0:
             findings = [
                 *findings,
-                *check_time_limit(os.environ, time.time()),
                 *check_ranks(facts, settings.mpi_buffers, settings.ranks_per_node > 0),
                 *check_thread_level(facts),
                 *check_agreement(facts),
@@ -95,12 +93,6 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
             print(f"\n{verdict(findings)}", flush=True)
         failed = broadcast_text(topology.world, "failed" if errors(findings) else "")
     return FAILURE if failed else 0
-
-
-def check_time_limit(environment: Mapping[str, str], now: float) -> list[Finding]:
-    """Find a Slurm job that was over before `now`, for which training would have no time."""
-    problem = ended_before(environment, now)
-    return [Finding("error", "time limit", problem, UNSET)] if problem else []
 
 
 def report_singleton(findings: list[Finding], options: Namespace) -> int:

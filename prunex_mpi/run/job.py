@@ -91,7 +91,7 @@ def run(
                 print(text, flush=True)
             return 0
 
-        deadline = run_collectively(world, lambda: find_deadline(settings.time_limit, started))
+        deadline = find_deadline(settings.time_limit, started)
         start.apply_findings(place, settings)
         transport = start.find_transport(place, settings)
         check_exchange(topology, settings)

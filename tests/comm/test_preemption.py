@@ -95,6 +95,8 @@ def test_the_deadline_is_the_flag_s_or_slurm_s(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
     assert find_deadline(0.0, 1000.0) == 1.7e9
     assert find_deadline(60.0, 1000.0) == 1060.0
+    # A shell may outlive the job that it was of.
+    assert find_deadline(0.0, 1.8e9) is None
     for text in ("Unknown", "²", "-1", "1e9"):
         monkeypatch.setenv("SLURM_JOB_END_TIME", text)
         assert find_deadline(0.0, 1000.0) is None

@@ -258,13 +258,6 @@ PASSED = {"Allreduce SUM": "", "Bcast": ""}
 CRASHED = {"Allreduce SUM": "", "Bcast": "the probe ended with code 139"}
 
 
-def test_a_job_of_slurm_that_is_over_fails():
-    end = {"SLURM_JOB_END_TIME": "1700000000"}
-    assert examine.check_time_limit(end, 1.6e9) == []
-    assert examine.check_time_limit({}, 1.8e9) == []
-    the_only(examine.check_time_limit(end, 1.8e9), "error", "SLURM_JOB_END_TIME", "2023-11-1")
-
-
 @pytest.mark.parametrize(
     ("requested", "kind", "claimed", "probed", "severities"),
     [
