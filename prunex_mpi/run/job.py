@@ -43,7 +43,6 @@ from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.kept import InMemoryCheckpoint
 from prunex_mpi.run.pretrained import read_initial
 from prunex_mpi.run.problem import load_dataset, share_contents
-from prunex_mpi.run.program import print_result
 from prunex_mpi.run.summary import add_up, closing_table, mean_speed
 from prunex_mpi.run.supervision import Checkpoints, check_exchange, train
 from prunex_mpi.run.watchdog import Watchdog
@@ -156,7 +155,7 @@ def run(
             if status == "preempted":
                 log.info("stopped by %s: go on with --resume --run-dir %s", reason, path)
             elif world.rank == 0:
-                print_result(closing_table(totals, path))
+                print(closing_table(totals, path), flush=True)
 
             # Nobody leaves while another may still need the job.
             world.Barrier()

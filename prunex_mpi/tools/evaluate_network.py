@@ -41,7 +41,6 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.finished_run import known_tokenizer, load_alike, read_finished_run
 from prunex_mpi.run.problem import share_contents, share_text
-from prunex_mpi.run.program import print_result
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
@@ -106,7 +105,7 @@ def _tell(world: MPI.Comm, options: Options, found: dict[str, Any], words: str) 
     def tell() -> None:
         if options.json_file:
             write_json(options.json_file, found)
-        print_result(words)
+        print(words, flush=True)
 
     run_on_root(world, tell)
     return 0
