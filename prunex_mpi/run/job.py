@@ -111,7 +111,8 @@ def run(
         config = to_toml(context.settings, versions, settings)
         held = open_run(world, context.settings, config, again)
         with closing(dataset), held as (path, files):
-            run_collectively(world, lambda: watchdog.share(path / "heartbeats", world.size))
+            meet = partial(watchdog.share, path / "heartbeats", world.size)
+            run_collectively_while(world, meet, heartbeat)
             if isinstance(dataset, TextSet):
                 used = dataset.text.tokenizer
                 run_on_root(world, lambda: files.keep_tokenizer(used.name, used.digest))
