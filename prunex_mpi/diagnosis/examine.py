@@ -49,6 +49,7 @@ from prunex_mpi.diagnosis.ranks import (
     check_ranks,
     check_shared_folder,
 )
+from prunex_mpi.settings.fields import Settings
 
 # Where one process of a job ends with an error, the launcher may end the others.
 SINGLETON_GRACE_S = 5.0
@@ -73,7 +74,7 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
         heartbeat.enter("file system")
         problems = try_folder(topology, settings.run_dir)
         heartbeat.enter("probe")
-        claimed, probed = ask_mpi(topology, settings.mpi_buffers, device, options.quick, heartbeat)
+        claimed, probed = ask_mpi(topology, settings, device, options.quick, heartbeat)
         hosts = list(dict.fromkeys(fact.host for fact in facts))
         wait_asleep(topology.world)
         if world.rank == 0:
@@ -116,7 +117,7 @@ def find_device(requested: str, host_rank: int) -> tuple[torch.device, str]:
 
 
 def ask_mpi(
-    topology: Topology, requested: str, device: torch.device, quick: bool, heartbeat: Heartbeat
+    topology: Topology, settings: Settings, device: torch.device, quick: bool, heartbeat: Heartbeat
 ) -> tuple[bool | None, dict[str, str] | None]:
     """Return on rank 0 what the library claims of CUDA buffers and what the probe says.
 
@@ -125,12 +126,12 @@ def ask_mpi(
     """
     chosen = device.type == "cuda" and topology.world.rank == 0
     claimed = claimed_cuda_support() if chosen else None
-    wanted = chosen and not quick and requested != "host" and claimed is not False
+    wanted = chosen and not quick and settings.mpi_buffers != "host" and claimed is not False
     probed: dict[str, str] = {}
     for step, (operation, (name, _)) in enumerate(TRIALS.items()):
         heartbeat.beat(step)
         if wanted:
-            probed[name] = probe(device.type, operation)
+            probed[name] = probe(device.type, operation, settings.timeout)
         wait_asleep(topology.world)
     return claimed, probed if wanted else None
 

@@ -179,7 +179,8 @@ def machine_of(place: Place, first: Settings) -> dict[str, str]:
 
     Collective on `world`.
     """
-    buffers, _ = resolve_mpi_buffers(place.topology, first.mpi_buffers, place.device)
+    asked = first.mpi_buffers, place.device, first.timeout
+    buffers, _ = resolve_mpi_buffers(place.topology, *asked)
     named = {"buffers": f"MPI buffers on the {buffers}"}
     return place.describe() | (named if place.device.type != "cpu" else {})
 

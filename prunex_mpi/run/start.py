@@ -147,7 +147,8 @@ def apply_findings(place: Place, settings: Settings) -> None:
 
 def find_transport(place: Place, settings: Settings) -> Transport:
     """Decide how tensors reach MPI, and log it. Collective on `world`."""
-    buffers, reason = resolve_mpi_buffers(place.topology, settings.mpi_buffers, place.device)
+    asked = settings.mpi_buffers, place.device, settings.timeout
+    buffers, reason = resolve_mpi_buffers(place.topology, *asked)
     if place.device.type == "cuda":
         log.info("MPI buffers: %s (%s)", buffers, reason)
     return build_transport(place.device, BUCKET_MIB, buffers, settings.piece_kib)

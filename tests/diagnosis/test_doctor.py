@@ -21,6 +21,7 @@ from prunex_mpi import doctor
 from prunex_mpi.base.errors import UserError, listed, log
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import broadcast_text
+from prunex_mpi.config.resolve import make
 from prunex_mpi.diagnosis import examine
 from prunex_mpi.diagnosis import probe as doctor_probe
 from prunex_mpi.diagnosis import ranks as findings_ranks
@@ -558,15 +559,17 @@ def test_a_host_that_sees_another_folder_is_found(ranks_per_node, monkeypatch):
 def test_each_operation_is_probed_by_itself_on_rank_zero(
     requested, quick, claim, probes, monkeypatch
 ):
-    def probe(device: str, operation: str) -> str:
-        assert (WORLD.rank, device) == (0, "cuda")
+    settings = make(mpi_buffers=requested, timeout=60.0)
+
+    def probe(device: str, operation: str, timeout_s: float) -> str:
+        assert (WORLD.rank, device, timeout_s) == (0, "cuda", 60.0)
         return f"{operation} crashed" if operation == "bcast" else ""
 
     monkeypatch.setattr(examine, "claimed_cuda_support", lambda: claim)
     monkeypatch.setattr(examine, "probe", probe)
     with nodes_of(1) as topology:
-        claimed, probed = examine.ask_mpi(topology, requested, CUDA, quick, Heartbeat())
-        assert examine.ask_mpi(topology, "auto", CPU, False, Heartbeat()) == (None, None)
+        claimed, probed = examine.ask_mpi(topology, settings, CUDA, quick, Heartbeat())
+        assert examine.ask_mpi(topology, settings, CPU, False, Heartbeat()) == (None, None)
     if WORLD.rank or not probes:
         assert probed is None
     else:
