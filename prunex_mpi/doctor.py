@@ -25,8 +25,8 @@ def build_parser() -> Parser:
     """Return the parser of the doctor's flags."""
     parser = program_parser(
         "doctor",
-        "Check topology, launcher, cores, GPUs, MPI, clocks, versions and file system, and measure "
-        "the links. Exit code 1 when training would fail.",
+        "Check topology, launcher, cores, GPUs, MPI, clocks, versions and file system. Exit code 1 "
+        "when training would fail.",
         "Start it as training is to be started: with mpirun or srun, on the same nodes.",
     )
     add = parser.add_argument
@@ -35,7 +35,7 @@ def build_parser() -> Parser:
     add("--mpi-buffers", default="auto", metavar="NAME", help="auto, host or device [auto]")
     add("--ranks-per-node", type=int, default=0, metavar="N", help="virtual nodes, as in training")
     add("--json", default="", metavar="FILE", dest="json_file", help="write what is found there")
-    add("--quick", action="store_true", help="neither probe CUDA buffers nor measure links")
+    add("--quick", action="store_true", help="leave out the probe of CUDA buffers")
     add_timeout(parser, TIMEOUT_S)
     return parser
 

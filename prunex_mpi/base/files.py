@@ -10,12 +10,12 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prunex_mpi.base.errors import FAILURE, UserError, quote
+from prunex_mpi.base.errors import FAILURE, UserError
 from prunex_mpi.base.units import MIB
 
 if sys.version_info >= (3, 11):
@@ -160,26 +160,6 @@ def write_json(path: str, value: Any) -> None:
     text = json.dumps(value, indent=2) + "\n"
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-
-
-def prepare_file(path: str) -> None:
-    """Raise UserError unless the file of --json can be written; "" is none.
-
-    A file that was not there is not there afterwards. Several processes may ask at a time.
-    """
-    if not path:
-        return
-    try:
-        try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        except FileExistsError:
-            # A link to what is not there is told of by whoever writes through it.
-            with suppress(FileNotFoundError):
-                os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
-        else:
-            os.unlink(path)
-    except OSError as error:
-        raise UserError(f"--json {quote(path, 250)}: {error.strerror}; choose another") from None
 
 
 @contextmanager

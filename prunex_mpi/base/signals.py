@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -23,13 +23,12 @@ class ReceivedSignal:
     """The number of the last signal that asked this rank to stop, 0 for none.
 
     `training` says that there is something to keep: before, Ctrl-C ends the job as anywhere else.
-    A rank that is not `quiet` tells the user of Ctrl-C. So many outer iterations are `kept`.
+    A rank that is not `quiet` tells the user of Ctrl-C.
     """
 
     number: int = 0
     training: bool = False
     quiet: bool = False
-    kept: int = 0
 
 
 @contextmanager
@@ -45,30 +44,10 @@ def catching() -> Iterator[ReceivedSignal]:
             if not received.quiet:
                 # No log or print, which may be what was interrupted.
                 os.write(2, INTERRUPTED)
-        elif number == signal.SIGTERM and received.training and not received.quiet:
-            tell_terminal(
-                f"\nprunex_mpi: told to end; if the launcher leaves no time for a checkpoint, all "
-                f"after outer iteration {received.kept} is lost\n"
-            )
         received.number = number
 
     with handling(SIGNALS, note):
         yield received
-
-
-def tell_terminal(text: str) -> None:
-    """Write to the terminal of this process, if there is one.
-
-    At a Ctrl-C Open MPI's mpirun hands nothing on any more of what its ranks say, and kills them
-    half a second after a SIGTERM.
-    """
-    try:
-        terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    except OSError:
-        return
-    with suppress(OSError):
-        os.write(terminal, text.encode())
-    os.close(terminal)
 
 
 def abort_job(world: Any) -> None:

@@ -8,7 +8,7 @@ at the same local step.
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -28,7 +28,6 @@ MARGIN_S = 10.0
 HERALD_S = 180.0
 TIME_LIMIT, FAILED = 1000, 2000  # beyond every signal's number
 END_OF_JOB = "SLURM_JOB_END_TIME"
-UNSET = "unset it, or start in a new shell"
 REASONS = {TIME_LIMIT: "the time limit", FAILED: "an error on some rank"}
 
 
@@ -136,27 +135,11 @@ def stop_agreement(
 def find_deadline(time_limit_s: float, started: float) -> float | None:
     """Return when the job has to be over (Unix time), None when nobody has set a limit.
 
-    `time_limit_s` counts from `started`; 0 takes the end of the Slurm job. Raises UserError where
-    that was before.
+    `time_limit_s` counts from `started`; 0 takes the end of the Slurm job, unless that was before,
+    as in a shell that outlives it.
     """
     if time_limit_s:
         return started + time_limit_s
-    if problem := ended_before(os.environ, started):
-        raise UserError(f"{problem}; {UNSET}")
-    end = slurm_end(os.environ)
-    return end or None
-
-
-def slurm_end(environment: Mapping[str, str]) -> float:
-    """Return the end of the Slurm job (Unix time), 0 where it is not told."""
-    text = environment.get(END_OF_JOB, "")
-    return float(text) if text.isdecimal() else 0.0
-
-
-def ended_before(environment: Mapping[str, str], now: float) -> str:
-    """Return that the Slurm job was over before `now`, as in a shell that outlives it, or ""."""
-    end = slurm_end(environment)
-    if not 0 < end < now:
-        return ""
-    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(end))
-    return f"{END_OF_JOB} says that the Slurm job ended on {date}"
+    text = os.environ.get(END_OF_JOB, "")
+    end = float(text) if text.isdecimal() else 0.0
+    return end if end > started else None

@@ -11,10 +11,6 @@ from prunex_mpi.settings.values import AUTO
 
 # With fewer local steps, momentum that is kept and DiLoCo's outer momentum drive each other.
 FEWEST_KEPT = 8
-# A rate that suits SGD: AdamW moves every weight by about as much at each step.
-HIGH_ADAMW_RATE = 0.02
-# Nothing undoes what a step that is too long does to the scale of what layers give.
-HIGH_UNSTEADY_RATE = 0.05
 
 
 def first_at_target(values: Mapping[str, Any]) -> int:
@@ -246,11 +242,8 @@ def _of_data(s: Settings) -> Iterator[str]:
             )
 
 
-def advice(settings: Settings, steps: int, *, steady: bool = True) -> list[str]:
-    """Return a line for each thing that is known to go wrong with `steps` local steps.
-
-    The network is `steady` if it has BatchNorm, GroupNorm or the like.
-    """
+def advice(settings: Settings, steps: int) -> list[str]:
+    """Return a line for each thing that is known to go wrong with `steps` local steps."""
     lines = []
     kept = settings.method.outer_step and settings.inner_momentum == "keep" and settings.momentum
     if kept and settings.optimizer == "sgd" and steps < FEWEST_KEPT:
@@ -263,17 +256,5 @@ def advice(settings: Settings, steps: int, *, steady: bool = True) -> list[str]:
         lines.append(
             "adamw takes its first steps after each exchange far too short where its first moment "
             "begins anew; give --inner-momentum keep"
-        )
-    rate = settings.lr
-    if settings.optimizer != "sgd" and rate > HIGH_ADAMW_RATE:
-        lines.append(
-            f"lr {rate:g} is high for {settings.optimizer}, which moves every weight by about that "
-            "much at each step; 0.001 is usual"
-        )
-    if not steady and settings.optimizer == "sgd" and rate > HIGH_UNSTEADY_RATE:
-        other = "--optimizer adamw, which is usual for transformers, or "
-        lines.append(
-            f"lr {rate:g} with sgd is for networks with BatchNorm, and this one has none: give "
-            f"{other if settings.method.optimizer else ''}a smaller --lr"
         )
     return lines

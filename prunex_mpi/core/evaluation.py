@@ -1,6 +1,5 @@
 """Evaluate what is delivered, the masked z with the consensus BatchNorm statistics; guard it."""
 
-import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -8,16 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, Diverged, UserError
 from prunex_mpi.comm.agreement import (
-    DIGEST_BYTES,
     VERDICT_BYTES,
     alike_bytes,
-    digests_agree,
     of_all,
     raise_together,
     sum_alike_,
@@ -193,54 +189,11 @@ def evaluate(topology: Topology, context: RunContext, estimate: bool = False) ->
     """
     judged = statistics_of_z(topology, context) if estimate else nullcontext()
     # Statistics are estimated on what is judged.
-    with averaged_buffers(topology, context), ema_of(context.state), judged:
+    with ema_of(context.state), judged:
         found = evaluate_on(topology, context, context.problem.test)
         if BEST in context.state.memory:
             keep_best_(context, found)
     return found
-
-
-@contextmanager
-def averaged_buffers(topology: Topology, context: RunContext) -> Iterator[None]:
-    """Have the averages of other buffers in the model for the block. Collective on `world`."""
-    own = average_other_buffers_(topology, context)
-    try:
-        yield
-    finally:
-        for buffer, values in own:
-            buffer.copy_(values)
-
-
-def average_other_buffers_(topology: Topology, context: RunContext) -> list[tuple[Tensor, Tensor]]:
-    """Average the floating-point buffers, BatchNorm's apart, that are not the same on all ranks.
-
-    Returns them with what they were. Collective on `world`.
-    """
-    state, world = context.state, topology.world
-    model = context.problem.model
-    ours = {id(b) for m in state.bn_modules for b in m.buffers()}
-    own: list[tuple[Tensor, Tensor]] = []
-    for buffer in model.buffers():
-        if id(buffer) in ours or not buffer.is_floating_point() or not buffer.numel():
-            continue
-        data = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        with agreeing(state, "Allreduce of a digest", DIGEST_BYTES):
-            alike = digests_agree(world, zlib.crc32(data))
-        if alike:
-            continue
-        flat = buffer.detach().to(state.theta.dtype, copy=True).view(-1)
-        _average_(topology, context, flat)
-        own.append((buffer, buffer.clone()))
-        buffer.copy_(flat.view(buffer.shape))
-    return own
-
-
-def _average_(topology: Topology, context: RunContext, flat: Tensor) -> None:
-    """Set `flat` to its mean over all ranks, as a part of evaluation. Collective on `world`."""
-    comms = comms_of(topology, context.state, context.transport)
-    comms.node.reduce_(flat)
-    flat.div_(topology.world_size)
-    reduce_between_nodes_(comms.workers, comms.node, flat, kind="evaluate")
 
 
 @torch.no_grad()
@@ -301,7 +254,10 @@ def estimate_statistics(topology: Topology, context: RunContext) -> None:
         return
     known = state.memory[KNOWN]
     batchnorm.read_(state.bn_modules, state.stats, known)
-    _average_(topology, context, state.stats)
+    comms = comms_of(topology, state, context.transport)
+    comms.node.reduce_(state.stats)
+    state.stats.div_(topology.world_size)
+    reduce_between_nodes_(comms.workers, comms.node, state.stats, kind="evaluate")
     batchnorm.as_plain_(state.bn_modules, state.stats, known)
     batchnorm.write_plain(state.bn_modules, state.stats)
 

@@ -23,7 +23,6 @@ from prunex_mpi.core.admm import Residuals
 from prunex_mpi.core.evaluation import (
     PERMANENT,
     TEMPORARY,
-    average_other_buffers_,
     average_z_,
     density,
     estimate_statistics,
@@ -156,9 +155,6 @@ def finish_round(
     drift = mask_drift(state.mask.bits, this.mask) if drift is None else drift
     found, task = None, context.problem.task
     with phase(context, this, "evaluate"):
-        if this.last or converged:
-            # What is delivered keeps them.
-            average_other_buffers_(topology, context)
         if estimate == PERMANENT:
             estimate_statistics(topology, context)
         average_z_(topology, context, changed=drift > 0, estimated=estimate == PERMANENT)

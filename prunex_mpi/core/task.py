@@ -26,49 +26,18 @@ from prunex_mpi.base.imports import import_function
 from prunex_mpi.base.record_keys import SPEED
 from prunex_mpi.settings.fields import CROSS_ENTROPY, Settings
 
-# A loss of a batch: of outputs [b, classes] and labels [b]. Some
-# models return more while they train (deep supervision), of which a function of the user's can make
-# a loss: a tuple or list, whose first is the logits.
+# A loss of a batch: of outputs [b, classes] and labels [b].
 Loss = Callable[[Any, Tensor], Tensor]
 TRIED_IMAGES = 2
 
 
-def cross_entropy(outputs: Any, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of a batch; raise UserError for more than one output."""
+def one_tensor(outputs: Any) -> Tensor:
+    """Return what a model returns while it trains; raise UserError unless it is one tensor."""
     if not isinstance(outputs, Tensor):
         raise UserError(
-            f"the model returns {type(outputs).__name__} while it trains, of which cross-entropy "
-            "can't be taken; let it return one tensor [b, classes], or give --loss a function that "
-            "takes both"
+            f"the model returns {type(outputs).__name__} while it trains; let it return one tensor"
         )
-    return F.cross_entropy(outputs, labels)
-
-
-def logits_of(outputs: Any, wanted: torch.Size) -> Tensor:
-    """Return the logits among what a model returns while it trains: it, or the first of several.
-
-    Raises UserError unless they have the shape `wanted`, which a teacher needs.
-    """
-    first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
-    if not isinstance(first, Tensor) or first.shape != wanted:
-        found = list(first.shape) if isinstance(first, Tensor) else type(first).__name__
-        raise UserError(
-            f"--teacher needs logits {list(wanted)}, and while it trains the model returns {found} "
-            "first; let it return the logits, or a tuple that begins with them"
-        )
-    return first
-
-
-def softened(outputs: Any, temperature: float) -> Any:
-    """Return outputs whose logits are divided by `temperature`: the first, and all of its shape."""
-    if isinstance(outputs, Tensor):
-        return outputs / temperature
-    if not isinstance(outputs, tuple | list):
-        return outputs
-    shape = next((output.shape for output in outputs[:1] if isinstance(output, Tensor)), None)
-    logits = [isinstance(output, Tensor) and output.shape == shape for output in outputs]
-    pairs = zip(outputs, logits, strict=True)
-    return tuple(output / temperature if is_logits else output for output, is_logits in pairs)
+    return outputs
 
 
 def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple[Loss, float]:
@@ -78,7 +47,7 @@ def find_losses(settings: Settings, classes: int, device: torch.device) -> tuple
     imported or does not return a loss.
     """
     if settings.loss == CROSS_ENTROPY:
-        return cross_entropy, math.log(classes)
+        return F.cross_entropy, math.log(classes)
     loss = import_function("loss", settings.loss, "of outputs and labels")
     outputs = torch.zeros(TRIED_IMAGES, classes, device=device, requires_grad=True)
     labels = torch.zeros(TRIED_IMAGES, dtype=torch.int64, device=device)
@@ -119,21 +88,20 @@ class Teacher:
     shift: Tensor | None = None
 
 
-def distilled(teacher: Teacher, images: Tensor, outputs: Any, loss: Tensor) -> Tensor:
+def distilled(teacher: Teacher, images: Tensor, outputs: Tensor, loss: Tensor) -> Tensor:
     """Return (1 - a) loss + a T^2 KL(p || q), p and q softmax(logits / T) of teacher and learner.
 
     a is the teacher's share and T the temperature; KL is the mean over the batch. `outputs` are the
-    learner's logits of `images` [b, 3, S, S], or of tokens, or begin with them, else UserError.
+    learner's logits of `images` [b, 3, S, S], or of tokens.
     """
     if teacher.scale is not None:
         images = images * teacher.scale + teacher.shift
     with torch.no_grad():
         known = teacher.model(images)
-    logits = logits_of(outputs, known.shape)
     # Of 16 bits the logarithms of small probabilities would be rounded away.
-    exact = torch.promote_types(logits.dtype, torch.float32)
+    exact = torch.promote_types(outputs.dtype, torch.float32)
     wanted = F.log_softmax(known.to(exact) / teacher.temperature, dim=-1)
-    softened = F.log_softmax(logits.to(exact) / teacher.temperature, dim=-1)
+    softened = F.log_softmax(outputs.to(exact) / teacher.temperature, dim=-1)
     # Of text each position counts as an image does.
     softened, wanted = softened.flatten(0, -2), wanted.flatten(0, -2)
     apart = F.kl_div(softened, wanted, reduction="batchmean", log_target=True)
@@ -188,22 +156,15 @@ IMAGES = Task(
     measures=("loss", "accuracy"),
     outcome=lambda loss, right: {"loss": loss, "accuracy": right},
     right=lambda outputs, labels: (outputs.argmax(dim=1) == labels).sum(),
-    losses=lambda loss: loss,
+    losses=lambda loss: lambda outputs, labels: loss(one_tensor(outputs), labels),
     tested_by=lambda loss: loss,
     speed=lambda stream, per_second: {},
 )
 
 
 def by_position(loss: Loss, outputs: Any, targets: Tensor) -> Tensor:
-    """Return the loss of outputs [b, context, ...], or several such, and targets [b, context]."""
-
-    def rows(output: Any) -> Any:
-        by_context = isinstance(output, Tensor) and output.shape[:2] == targets.shape
-        return output.flatten(0, 1) if by_context else output
-
-    several = isinstance(outputs, tuple | list)
-    given = tuple(map(rows, outputs)) if several else rows(outputs)
-    return loss(given, targets.flatten())
+    """Return the loss of outputs [b, context, ...] and targets [b, context]."""
+    return loss(one_tensor(outputs).flatten(0, 1), targets.flatten())
 
 
 def text_outcome(bytes_per_token: float, loss: float, right: float) -> dict[str, float]:
@@ -223,6 +184,6 @@ def next_token(context: int, bytes_per_token: float) -> Task:
         right=lambda outputs, targets: 0,
         losses=lambda loss: partial(by_position, loss),
         # Of another loss there are neither a perplexity nor bits.
-        tested_by=lambda loss: partial(by_position, cross_entropy),
+        tested_by=lambda loss: partial(by_position, F.cross_entropy),
         speed=lambda stream, per_second: {SPEED: per_second * stream.batch_size * context},
     )

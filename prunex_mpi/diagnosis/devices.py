@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import os
 import shutil
 import socket
@@ -108,12 +109,13 @@ def claimed_cuda_support() -> bool | None:
     return None
 
 
-def probe(device: str, operation: str = "") -> str:
+def probe(device: str, operation: str = "", timeout_s: float = math.inf) -> str:
     """Try an operation of `probe.py`, or all, on `device` (cuda | cpu) in a job of its own.
 
     Returns "" when all is right, else what went wrong. A library that cannot take device memory
     ends with a segmentation fault, hence a separate job, of two ranks on this host: what lies
     between nodes is not tried. One rank exchanges nothing, so without an mpiexec nothing is right.
+    Nobody makes progress meanwhile, which this job is ended for after `timeout_s`.
     """
     launcher = shutil.which("mpiexec")
     if launcher is None:
@@ -128,7 +130,7 @@ def probe(device: str, operation: str = "") -> str:
         result = subprocess.run(
             [launcher, "-n", str(PROBE_RANKS), *program],
             env=environment,
-            timeout=PROBE_TIMEOUT_S,
+            timeout=min(PROBE_TIMEOUT_S, timeout_s / 2),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -146,7 +148,7 @@ def probe(device: str, operation: str = "") -> str:
 
 
 def resolve_mpi_buffers(
-    topology: Topology, requested: str, device: torch.device
+    topology: Topology, requested: str, device: torch.device, timeout_s: float = math.inf
 ) -> tuple[str, str]:
     """Return ("host" | "device", reason) alike on every rank. Collective on `topology.world`.
 
@@ -165,7 +167,7 @@ def resolve_mpi_buffers(
         if claimed_cuda_support() is False:
             reason = "the MPI library says that it takes no CUDA buffers"
         elif requested == "auto":
-            reason = probe("cuda")
+            reason = probe("cuda", timeout_s=timeout_s)
     reason = broadcast_text(topology.world, reason)
     if not reason and requested == "device":
         return "device", "asked for, not tried"

@@ -7,24 +7,21 @@ import socket
 import textwrap
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import FAILURE, UserError
-from prunex_mpi.base.files import prepare_file, write_json
+from prunex_mpi.base.files import write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.tables import Table, format_table
-from prunex_mpi.base.units import MIB
-from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text, run_on_root
-from prunex_mpi.comm.preemption import UNSET, ended_before
+from prunex_mpi.comm.agreement import broadcast_json, broadcast_text, gather_text
 from prunex_mpi.comm.topology import Topology, nodes_of, set_threads
 from prunex_mpi.diagnosis.devices import (
     choose_device,
@@ -52,6 +49,7 @@ from prunex_mpi.diagnosis.ranks import (
     check_ranks,
     check_shared_folder,
 )
+from prunex_mpi.settings.fields import Settings
 
 # Where one process of a job ends with an error, the launcher may end the others.
 SINGLETON_GRACE_S = 5.0
@@ -59,12 +57,6 @@ SINGLETON_GRACE_S = 5.0
 FILE_LIMIT_S = 5.0
 PAUSE_S = 0.1
 WIDTH = 100
-LATENCY_BYTES = 8
-BANDWIDTH_BYTES = 4 * MIB
-WARM_UP_TURNS = 3
-MAX_TURNS = 1000
-# For each of the at most four measurements.
-LIMIT_S = 1.0
 NAP_S = 0.01
 
 
@@ -74,7 +66,6 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
     if errors(findings):
         return report_singleton(findings, options)
     settings = options.settings
-    run_on_root(world, lambda: prepare_file(options.json_file))
     with nodes_of(world, settings.ranks_per_node) as topology:
         heartbeat.enter("ranks")
         device, problem = find_device(settings.device, topology.host_rank)
@@ -83,13 +74,12 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
         heartbeat.enter("file system")
         problems = try_folder(topology, settings.run_dir)
         heartbeat.enter("probe")
-        claimed, probed = ask_mpi(topology, settings.mpi_buffers, device, options.quick, heartbeat)
+        claimed, probed = ask_mpi(topology, settings, device, options.quick, heartbeat)
         hosts = list(dict.fromkeys(fact.host for fact in facts))
         wait_asleep(topology.world)
         if world.rank == 0:
             findings = [
                 *findings,
-                *check_time_limit(os.environ, time.time()),
                 *check_ranks(facts, settings.mpi_buffers, settings.ranks_per_node > 0),
                 *check_thread_level(facts),
                 *check_agreement(facts),
@@ -99,22 +89,11 @@ def examine(world: MPI.Comm, options: Namespace, heartbeat: Heartbeat) -> int:
             ]
             print(format_software(), format_topology(facts), sep="\n\n", end="\n\n")
             print(format_findings(findings), flush=True)
-        heartbeat.enter("links")
-        links = [] if options.quick else measure_links(topology, beat=lambda: heartbeat.beat(0))
-        if world.rank == 0:
-            if links:
-                print(f"\n{format_links(links, facts)}", flush=True)
             if options.json_file:
-                write_json(options.json_file, as_json(facts, findings, links))
+                write_json(options.json_file, as_json(facts, findings))
             print(f"\n{verdict(findings)}", flush=True)
         failed = broadcast_text(topology.world, "failed" if errors(findings) else "")
     return FAILURE if failed else 0
-
-
-def check_time_limit(environment: Mapping[str, str], now: float) -> list[Finding]:
-    """Find a Slurm job that was over before `now`, for which training would have no time."""
-    problem = ended_before(environment, now)
-    return [Finding("error", "time limit", problem, UNSET)] if problem else []
 
 
 def report_singleton(findings: list[Finding], options: Namespace) -> int:
@@ -122,10 +101,9 @@ def report_singleton(findings: list[Finding], options: Namespace) -> int:
     if launcher_rank(os.environ):
         time.sleep(SINGLETON_GRACE_S)
         return FAILURE
-    prepare_file(options.json_file)
     print(f"{format_software()}\n\n{format_findings(findings)}\n", flush=True)
     if options.json_file:
-        write_json(options.json_file, as_json([], findings, []))
+        write_json(options.json_file, as_json([], findings))
     print(verdict(findings), flush=True)
     return FAILURE
 
@@ -139,7 +117,7 @@ def find_device(requested: str, host_rank: int) -> tuple[torch.device, str]:
 
 
 def ask_mpi(
-    topology: Topology, requested: str, device: torch.device, quick: bool, heartbeat: Heartbeat
+    topology: Topology, settings: Settings, device: torch.device, quick: bool, heartbeat: Heartbeat
 ) -> tuple[bool | None, dict[str, str] | None]:
     """Return on rank 0 what the library claims of CUDA buffers and what the probe says.
 
@@ -148,12 +126,12 @@ def ask_mpi(
     """
     chosen = device.type == "cuda" and topology.world.rank == 0
     claimed = claimed_cuda_support() if chosen else None
-    wanted = chosen and not quick and requested != "host" and claimed is not False
+    wanted = chosen and not quick and settings.mpi_buffers != "host" and claimed is not False
     probed: dict[str, str] = {}
     for step, (operation, (name, _)) in enumerate(TRIALS.items()):
         heartbeat.beat(step)
         if wanted:
-            probed[name] = probe(device.type, operation)
+            probed[name] = probe(device.type, operation, settings.timeout)
         wait_asleep(topology.world)
     return claimed, probed if wanted else None
 
@@ -214,80 +192,6 @@ def find_token(run_dir: str, left: dict[str, str], limit_s: float = FILE_LIMIT_S
             folder = os.path.dirname(left["path"])
             return f"what rank 0 wrote to {folder} can't be opened ({problem})"
         time.sleep(PAUSE_S)
-
-
-# --------------------------------------------------------------------------------------------------
-# Links, measured while the other ranks sleep
-# --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Link:
-    """One measurement: `between` whom, of what size, the median of `turns` times."""
-
-    what: str
-    between: str
-    size_bytes: int
-    seconds: float
-    turns: int
-
-
-def measure_links(
-    topology: Topology, limit_s: float = LIMIT_S, beat: Callable[[], None] = lambda: None
-) -> list[Link]:
-    """Return what the links are worth on world rank 0, an empty list elsewhere.
-
-    Of the largest node, and between the first and the last. Which measurements there are depends
-    only on the sizes of the nodes, which all ranks know. Collective on `world`; pairs of ranks of
-    `node` and `leader` send to each other.
-    """
-    sizes, leader, world = topology.node_sizes, topology.leader, topology.world
-    largest = sizes.index(max(sizes))
-    last = len(sizes) - 1
-    in_largest = topology.node if topology.node_index == largest else MPI.COMM_NULL
-    links = []
-
-    def pairs(comm: MPI.Comm, other: int, where: str) -> None:
-        for what, size in (("latency", LATENCY_BYTES), ("bandwidth", BANDWIDTH_BYTES)):
-            member = comm != MPI.COMM_NULL and comm.rank in (0, other)
-            times = ping_pong(comm, other, size, limit_s) if member else []
-            wait_asleep(world)
-            found = np.array([np.median(times) if times else 0.0, len(times)])
-            world.Allreduce(MPI.IN_PLACE, found, op=MPI.MAX)
-            links.append(Link(what, where, size, float(found[0]), int(found[1])))
-            beat()
-
-    if sizes[largest] > 1:
-        pairs(in_largest, 1, f"inside node {largest}")
-    if last > 0:
-        pairs(leader, last, f"nodes 0 and {last}")
-    return [] if world.rank else links
-
-
-def ping_pong(comm: MPI.Comm, other: int, size_bytes: int, limit_s: float) -> list[float]:
-    """Return half the round trip times between ranks 0 and `other`, in seconds; [] on `other`.
-
-    Only these two call it. The first byte says whether there is another turn, so that only rank 0
-    needs to look at its clock.
-    """
-    data = np.zeros(size_bytes, dtype=np.uint8)
-    if comm.rank == other:
-        data[0] = 1
-        while data[0]:
-            comm.Recv(data, source=0)
-            comm.Send(data, dest=0)
-        return []
-    times = []
-    limit = time.perf_counter() + limit_s
-    more = True
-    while more:
-        start = time.perf_counter()
-        more = len(times) < WARM_UP_TURNS or (start < limit and len(times) < MAX_TURNS)
-        data[0] = more
-        comm.Send(data, dest=other)
-        comm.Recv(data, source=other)
-        times.append((time.perf_counter() - start) / 2)
-    return times[WARM_UP_TURNS:]
 
 
 def wait_asleep(world: MPI.Comm) -> None:
@@ -353,38 +257,16 @@ def format_findings(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def format_links(links: Sequence[Link], facts: Sequence[RankFacts]) -> str:
-    """Return a table of the measured links."""
-    rows = [
-        (
-            link.what,
-            link.between,
-            link.size_bytes,
-            1e6 * link.seconds,
-            None if link.what == "latency" else link.size_bytes / link.seconds / 1e6,
-        )
-        for link in links
-    ]
-    notes = ["one way, median"]
-    if len({rank.node for rank in facts}) > len({rank.host for rank in facts}):
-        notes.append("nodes on one machine: between them there is no network")
-    columns = ("what", "where", "bytes", "us", "MB/s")
-    return format_table(Table("Links", columns, tuple(rows), tuple(notes)))
-
-
 def verdict(findings: Sequence[Finding]) -> str:
     """Return the last line."""
     failing = dict.fromkeys(finding.subject for finding in errors(findings))
     return f"training would fail: {', '.join(failing)}" if failing else "ready to train"
 
 
-def as_json(
-    facts: Sequence[RankFacts], findings: Sequence[Finding], links: Sequence[Link]
-) -> dict[str, Any]:
+def as_json(facts: Sequence[RankFacts], findings: Sequence[Finding]) -> dict[str, Any]:
     """Return what --json writes: all that was found, and whether a job would train."""
     return {
         "ready": not errors(findings),
         "findings": [asdict(finding) for finding in findings],
         "ranks": [asdict(rank) for rank in facts],
-        "links": [asdict(link) for link in links],
     }

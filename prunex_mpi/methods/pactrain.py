@@ -47,7 +47,7 @@ from prunex_mpi.compress.quantise import integer_type, ternarise_
 from prunex_mpi.core.evaluation import check_readable
 from prunex_mpi.core.memory import Declared, shared
 from prunex_mpi.core.state import PRUNED, RunContext, State
-from prunex_mpi.core.task import IMAGES, softened
+from prunex_mpi.core.task import IMAGES, one_tensor
 from prunex_mpi.methods.declared import GRASP_BELOW
 from prunex_mpi.methods.exchange import Exchange
 from prunex_mpi.models.dummy_input import keeping
@@ -351,7 +351,7 @@ def hessian_gradient_product(everyone: CountedComm, context: RunContext) -> Tens
 
     def loss(outputs: Any, labels: Tensor) -> Tensor:
         context.heartbeat.go_on()
-        return problem.loss(softened(outputs, GRASP_TEMPERATURE), labels)
+        return problem.loss(one_tensor(outputs) / GRASP_TEMPERATURE, labels)
 
     slope, product = torch.zeros_like(state.theta), torch.zeros_like(state.theta)
     how = state.layout, problem.model, loss, batches

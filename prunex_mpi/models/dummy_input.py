@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.models.inputs import Inputs, Tokens
@@ -121,11 +122,18 @@ def transient_buffers(model: nn.Module) -> list[str]:
 
 
 def moved_in_training(model: nn.Module, inputs: Inputs) -> str:
-    """Return a transient buffer that a forward pass in training changes, "" for none.
+    """Return a buffer that a forward pass in training changes, "" for none.
 
-    What an evaluation fills, as a cache, doesn't count.
+    Those of BatchNorm don't count, nor integers that are persistent, nor what an evaluation fills,
+    as a cache.
     """
-    names = transient_buffers(model)
+    known = {id(b) for m in model.modules() if isinstance(m, _BatchNorm) for b in m.buffers()}
+    transient = transient_buffers(model)
+    names = [
+        name
+        for name, buffer in model.named_buffers()
+        if id(buffer) not in known and (buffer.is_floating_point() or name in transient)
+    ]
     if not names:
         return ""
     # For one image BatchNorm may get a single value per channel, which it refuses.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prunex_mpi.base.errors import UserError, meant, quote
-from prunex_mpi.base.files import prepare_file, write_json
+from prunex_mpi.base.files import write_json
 from prunex_mpi.base.tables import Table, as_json, format_table
 from prunex_mpi.config.cli import Parser, add_settings, check_range, convert_flag, program_parser
 from prunex_mpi.config.resolve import make
@@ -99,7 +99,7 @@ def run_sections(world: "MPI.Comm", options: Options, heartbeat: "Heartbeat") ->
 
     Collective on `world`.
     """
-    from prunex_mpi.comm.agreement import run_collectively, run_on_root
+    from prunex_mpi.comm.agreement import run_collectively
     from prunex_mpi.research import measure
     from prunex_mpi.run.start import check_launched_together, find_transport, take_places
 
@@ -115,7 +115,6 @@ def run_sections(world: "MPI.Comm", options: Options, heartbeat: "Heartbeat") ->
     with take_places(world, 0, settings.device, options.threads) as place:
         around = place.topology, settings, find_transport(place, settings), place.device
         bench = measure.Bench(*around, heartbeat, options.models, options.steps, options.repeat)
-        run_on_root(world, lambda: prepare_file(options.json_file))
         heartbeat.enter("model")
         run_collectively(world, lambda: measure.check_models(bench, sections))
         machine, tables = place.describe(), []

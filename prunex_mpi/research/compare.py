@@ -35,7 +35,6 @@ from prunex_mpi.base.errors import (
 )
 from prunex_mpi.base.files import (
     DIVERGED,
-    prepare_file,
     read_json,
     telling_disk_errors,
     write_json,
@@ -180,7 +179,8 @@ def machine_of(place: Place, first: Settings) -> dict[str, str]:
 
     Collective on `world`.
     """
-    buffers, _ = resolve_mpi_buffers(place.topology, first.mpi_buffers, place.device)
+    asked = first.mpi_buffers, place.device, first.timeout
+    buffers, _ = resolve_mpi_buffers(place.topology, *asked)
     named = {"buffers": f"MPI buffers on the {buffers}"}
     return place.describe() | (named if place.device.type != "cpu" else {})
 
@@ -239,11 +239,10 @@ def has_ended(path: Path) -> bool:
 
 
 def prepare(options: Options) -> None:
-    """Raise UserError unless all can be written that --json and --dir name.
+    """Raise UserError unless --dir can be written.
 
     Runs that are there already are gone on with or refused.
     """
-    prepare_file(options.json_file)
     folder, where = Path(options.folder), f"--dir {quote(options.folder, 250)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

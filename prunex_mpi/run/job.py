@@ -43,7 +43,6 @@ from prunex_mpi.run.dry_run import dry_run
 from prunex_mpi.run.kept import InMemoryCheckpoint
 from prunex_mpi.run.pretrained import read_initial
 from prunex_mpi.run.problem import load_dataset, share_contents
-from prunex_mpi.run.program import print_result
 from prunex_mpi.run.summary import add_up, closing_table, mean_speed
 from prunex_mpi.run.supervision import Checkpoints, check_exchange, train
 from prunex_mpi.run.watchdog import Watchdog
@@ -91,7 +90,7 @@ def run(
                 print(text, flush=True)
             return 0
 
-        deadline = run_collectively(world, lambda: find_deadline(settings.time_limit, started))
+        deadline = find_deadline(settings.time_limit, started)
         start.apply_findings(place, settings)
         transport = start.find_transport(place, settings)
         check_exchange(topology, settings)
@@ -112,7 +111,8 @@ def run(
         config = to_toml(context.settings, versions, settings)
         held = open_run(world, context.settings, config, again)
         with closing(dataset), held as (path, files):
-            run_collectively(world, lambda: watchdog.share(path / "heartbeats", world.size))
+            meet = partial(watchdog.share, path / "heartbeats", world.size)
+            run_collectively_while(world, meet, heartbeat)
             if isinstance(dataset, TextSet):
                 used = dataset.text.tokenizer
                 run_on_root(world, lambda: files.keep_tokenizer(used.name, used.digest))
@@ -156,7 +156,7 @@ def run(
             if status == "preempted":
                 log.info("stopped by %s: go on with --resume --run-dir %s", reason, path)
             elif world.rank == 0:
-                print_result(closing_table(totals, path))
+                print(closing_table(totals, path), flush=True)
 
             # Nobody leaves while another may still need the job.
             world.Barrier()

@@ -92,7 +92,8 @@ class Snapshot:
 class InMemoryCheckpoint:
     """What outlives the loss of a node on one rank.
 
-    `settings` are those to go on with once the run has `began`, `made` the communicators in use,
+    `settings` are those to go on with once the run has `began`, `trains_since` when ranks as they
+    are now went on with it, `made` the communicators in use,
     `members` the ranks by number; `loss` what was lost just now and `lost_at` when, `too_few` that
     fewer nodes are left than a run may have; `changes` tell of all that was lost. The run has ended
     with the exit `code` once that is there. But for times and communicators it is the same
@@ -101,6 +102,7 @@ class InMemoryCheckpoint:
 
     settings: Settings
     began: bool = False
+    trains_since: float = 0.0
     started: float = field(default_factory=time.time)
     made: list[MPI.Comm] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
@@ -118,7 +120,7 @@ class InMemoryCheckpoint:
         here = json.dumps([*me, socket.gethostname(), os.getpid(), born(os.getpid())])
         lines = broadcast_json(topology.world, gather_text(topology.world, here))
         self.members = [Member(*json.loads(line)) for line in lines]
-        self.began = True
+        self.began, self.trains_since = True, time.time()
 
     def keep(self, topology: Topology, files: RunDirectory | None, context: RunContext) -> None:
         """Copy what ranks have in common, in place of the last but one. Collective on `world`."""
@@ -179,7 +181,7 @@ class InMemoryCheckpoint:
         iteration, now = context.state.position.iteration, time.time()
         ranks, nodes = topology.world_size, topology.num_nodes
         # What was done since is done again.
-        since = self.snapshots[-1].at if self.snapshots else self.lost_at
+        since = max([self.trains_since, *(s.at for s in self.snapshots[-1:])])
         change = {"time": now, "iteration": iteration, "seconds": now - self.lost_at}
         change |= {"lost_seconds": max(self.lost_at - since, 0.0)}
         change |= {"lost_nodes": self.loss.nodes, "lost_ranks": self.loss.ranks}

@@ -3,7 +3,6 @@
 Of images each rank loads its share. A text is read once per machine; each rank gets its windows.
 """
 
-import hashlib
 import socket
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,7 +18,6 @@ from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import (
     broadcast_json,
     count_same,
-    digests_agree,
     require_same,
     run_collectively,
     run_collectively_while,
@@ -260,12 +258,10 @@ def build_problem(
     loss, guess = run_collectively(
         topology.world, lambda: find_losses(settings, dataset.num_classes, device)
     )
-    agreed = digests_agree(topology.world, _digest(model))
     model.to(device)
-    # The seed gives all ranks the same weights; they travel where rank 0 has read others, or where
-    # software or processors are so different that it does not.
-    if not agreed:
-        broadcast_weights_(topology.world, model, transport)
+    # The seed gives all ranks the same weights, but not where rank 0 has read others, nor where
+    # software or processors are too different.
+    broadcast_weights_(topology.world, model, transport)
     # From here on the ranks' random numbers differ (dropout); the shards' order has its own.
     seed_all(settings.seed * topology.world_size + topology.world.rank)
     return Problem(
@@ -341,15 +337,6 @@ def _try_compiler(device: torch.device) -> None:
             f"compile: torch.compile fails on {socket.gethostname()} ({one_line(error)}); install "
             "what it needs, such as a C++ compiler, or leave it away"
         ) from None
-
-
-def _digest(model: torch.nn.Module) -> int:
-    """Return 64 bits that differ when the weights differ in any bit."""
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in (*model.parameters(), *model.buffers()):
-        # Bytes, since numpy knows no bfloat16.
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return int.from_bytes(digest.digest(), "little")
 
 
 def _enough_steps(settings: Settings, steps: int) -> int:

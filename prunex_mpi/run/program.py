@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from prunex_mpi.base.errors import FAILURE, DamagedCheckpoint, UserError, log, one_line, printable
+from prunex_mpi.base.errors import FAILURE, DamagedCheckpoint, UserError, one_line, printable
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.signals import abort_job
 from prunex_mpi.diagnosis.findings import REDUCTIONS, launcher_rank
@@ -45,7 +45,6 @@ def run_program(
     reported through it, by one rank. A UserError reaches this point on every rank alike; one that
     does not is told by its rank, and ends the job.
     """
-    open_closed_streams()
     # A class may have a name that the terminal does not know.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -85,7 +84,6 @@ def run_single_process(
     argv: Sequence[str] | None,
 ) -> int:
     """Parse the flags, do `run(options)`; return the exit code, having said in a line why."""
-    open_closed_streams()
     try:
         return run(parsed(parse, argv)) or 0
     except UserError as error:
@@ -96,43 +94,16 @@ def run_single_process(
 def parsed(parse: Callable[[Sequence[str]], Options], argv: Sequence[str] | None) -> Options:
     """Return what `parse` makes of `argv`, or of the command line, whoever reads its help."""
     try:
-        try:
-            return parse(sys.argv[1:] if argv is None else argv)
-        finally:
-            sys.stdout.flush()
+        return parse(sys.argv[1:] if argv is None else argv)
     except BrokenPipeError:
-        # Of `--help all | head`: the interpreter flushes once more as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-
-
-def open_closed_streams() -> None:
-    """Open the null device for each standard stream that is closed, as under daemons.
-
-    It takes the stream's own number, so that no file gets what is written to that, and programs
-    that are started inherit it.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
+        # Of `--help all | head`.
+        os._exit(0)
 
 
 def say_error(name: str, error: UserError) -> None:
     """Print in one line, whatever a name of the user's holds, why the program `name` ends."""
     line = " ".join(f"{name}: error: {error}".split())
     print(printable(line), file=sys.stderr, flush=True)
-
-
-def print_result(text: str) -> None:
-    """Print what a complete run ends with; a closed pipe or a full disk makes no failure of it."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        log.warning("the results can't be printed: %s", error.strerror)
-        # Python would try once more, and fail, when it ends.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def start_mpi() -> "MPI.Comm":

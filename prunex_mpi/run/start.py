@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpi4py import MPI
 
@@ -62,8 +59,6 @@ from prunex_mpi.run.problem import CPU, build_problem, find_inputs, load_dataset
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
 from prunex_mpi.settings.fields import Settings
 
-# Layers behind which weights of any size do, and learning rates of ResNets with them.
-STEADYING = (_BatchNorm, _InstanceNorm, nn.GroupNorm)
 # Of the largest output of a network, where it is computed twice.
 SAME_WITHIN = 1e-4
 # Of the epochs that a run is asked for, where whole steps make more or fewer.
@@ -152,7 +147,8 @@ def apply_findings(place: Place, settings: Settings) -> None:
 
 def find_transport(place: Place, settings: Settings) -> Transport:
     """Decide how tensors reach MPI, and log it. Collective on `world`."""
-    buffers, reason = resolve_mpi_buffers(place.topology, settings.mpi_buffers, place.device)
+    asked = settings.mpi_buffers, place.device, settings.timeout
+    buffers, reason = resolve_mpi_buffers(place.topology, *asked)
     if place.device.type == "cuda":
         log.info("MPI buffers: %s (%s)", buffers, reason)
     return build_transport(place.device, BUCKET_MIB, buffers, settings.piece_kib)
@@ -199,8 +195,7 @@ def log_warnings(world: MPI.Comm, context: RunContext) -> None:
         taker = "muon" if method.steps_on_gradient else method.name
         log.info("%s", describe_muon(context.state.layout, taker))
     problem = context.problem
-    steady = any(isinstance(module, STEADYING) for module in problem.model.modules())
-    for line in advice(context.settings, problem.steps, steady=steady):
+    for line in advice(context.settings, problem.steps):
         log.warning("%s", line)
     wanted, images = context.settings.batch_size, problem.train.batch_size
     if images < wanted:
@@ -335,8 +330,13 @@ def check_state_dict(model: torch.nn.Module) -> None:
 
 
 def check_model(settings: Settings, model: torch.nn.Module, inputs: Inputs) -> None:
-    """Raise UserError where a model of the user's does what no file of a run can tell."""
+    """Raise UserError where a model of the user's does what a run can't average or keep."""
     if name := moved_in_training(model, inputs):
+        if model.get_buffer(name).is_floating_point():
+            raise UserError(
+                f"training moves buffer {name} of the model, and of buffers only BatchNorm's "
+                "statistics are averaged over the ranks; use BatchNorm, or leave it as it is"
+            )
         raise UserError(
             f"training moves {name} of the model, a buffer that is not persistent, which no file "
             "of a run holds: register it with persistent=True"

@@ -63,7 +63,7 @@ TRACED = 3
 class Checkpoints:
     """Decide when checkpoints are due, and write them; `count` them, and their `seconds`.
 
-    `files` is None on all ranks but world rank 0; `received` is told what is kept.
+    `files` is None on all ranks but world rank 0; `received` notes the signals of the run.
     """
 
     def __init__(
@@ -129,7 +129,6 @@ class Checkpoints:
         self.ended = time.monotonic()
         self.last_s = self.ended - started
         self.count, self.seconds = self.count + 1, self.seconds + self.last_s
-        self.received.kept = context.state.position.iteration - 1
 
 
 def train(
@@ -154,9 +153,6 @@ def train(
         if kept is not None:
             # What was trained before a loss is in memory: however late, it becomes a checkpoint.
             stop.went_on = kept.loss is not None and bool(kept.snapshots)
-        else:
-            # Whatever goes on does so from a checkpoint.
-            received.kept = context.state.position.iteration - 1
         received.training = True
         evaluate_initial(topology, files, context)
         try:

@@ -99,6 +99,8 @@ class Watchdog:
                         f"{folder.parent} can't be written from {self.host} ({error.strerror}); "
                         "--run-dir must be on a file system that all nodes share"
                     ) from None
+                # The limit is nearer, which may be further away than the timeout.
+                self.heartbeat.go_on()
                 time.sleep(0.2)
         self._publish()
         self.size, self.folder = size, folder

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mpi4py import MPI
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, one_line, set_up_logging
-from prunex_mpi.base.files import TOKENIZER, prepare_file, read_json, write_json
+from prunex_mpi.base.files import TOKENIZER, read_json, write_json
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.base.imports import check_named
 from prunex_mpi.base.record_keys import check_network, reached
@@ -41,7 +41,6 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Inputs, Tokens, inputs_from
 from prunex_mpi.run.finished_run import known_tokenizer, load_alike, read_finished_run
 from prunex_mpi.run.problem import share_contents, share_text
-from prunex_mpi.run.program import print_result
 from prunex_mpi.run.start import Place, check_launched_together, take_places
 from prunex_mpi.settings.fields import DATASET_DEFAULTS, SHARED, TEXT
 from prunex_mpi.tools.evaluate_options import Options
@@ -80,7 +79,6 @@ def evaluate(world: MPI.Comm, options: Options, heartbeat: Heartbeat) -> int:
     set_up_logging(world.rank, world.size)
     check_launched_together(world)
     require_same(world, "the flags", repr(options))
-    run_on_root(world, lambda: prepare_file(options.json_file))
     network = run_collectively(world, lambda: read_network(options.network, (options.model,)))
     with take_places(world, 0, options.device) as place:
         if options.prompt is not None:
@@ -107,7 +105,7 @@ def _tell(world: MPI.Comm, options: Options, found: dict[str, Any], words: str) 
     def tell() -> None:
         if options.json_file:
             write_json(options.json_file, found)
-        print_result(words)
+        print(words, flush=True)
 
     run_on_root(world, tell)
     return 0

@@ -10,7 +10,6 @@ from prunex_mpi.base import files
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.files import (
     FileRecord,
-    prepare_file,
     read_record,
     telling_disk_errors,
     write_durably,
@@ -61,34 +60,6 @@ def test_several_processes_write_a_file_at_a_time(tmp_path, monkeypatch):
     write_durably(path, "of the first")
     assert path.read_text() == "of the first"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_file_to_write_is_left_as_it_was(tmp_path):
-    old, new = tmp_path / "old", tmp_path / "new"
-    old.write_text("kept")
-    for path in (str(old), str(new), "/dev/null", ""):
-        prepare_file(path)
-    assert old.read_text() == "kept"
-    assert not new.exists()
-    with pytest.raises(UserError, match=r"--json '.*none/x': No such file or directory"):
-        prepare_file(str(tmp_path / "none" / "x"))
-    with pytest.raises(UserError, match="Is a directory"):
-        prepare_file(str(tmp_path))
-
-
-def test_several_processes_may_prepare_one_file(tmp_path, monkeypatch):
-    """Another one comes, or has gone, between the two looks of the first."""
-    path, real, turns = tmp_path / "file", os.open, ["another has made it", "it is gone"]
-
-    def open_meanwhile(name: str, flags: int, mode: int = 0o777) -> int:
-        if turns and name == str(path):
-            path.touch() if turns.pop(0) == "another has made it" else path.unlink()
-        return real(name, flags, mode)
-
-    monkeypatch.setattr(files.os, "open", open_meanwhile)
-    prepare_file(str(path))
-    assert not turns
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_written_through_a_link(tmp_path, monkeypatch):

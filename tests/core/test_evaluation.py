@@ -25,7 +25,6 @@ from prunex_mpi.core.evaluation import (
     EMA_COUNT,
     EMA_STATS,
     RECALIBRATION_BATCHES,
-    average_other_buffers_,
     check_divergence,
     check_errors,
     delivered,
@@ -128,37 +127,6 @@ def test_estimated_statistics_equal_the_oracle(ranks_per_node, batches):
         assert_alike_on_all_ranks(mean)
         assert_alike_on_all_ranks(variance)
     assert torch.equal(state.theta, theta)
-
-
-class OwnNorm(nn.Module):
-    """Keep a running mean that is no BatchNorm's, and a constant."""
-
-    def __init__(self, mean: float) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.full((), mean))
-        self.register_buffer("third", torch.full((2, 2), 1 / 3))
-        self.used: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.used.append(float(self.mean))
-        return x - self.mean
-
-
-@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_an_evaluation_averages_statistics_of_other_norms_and_puts_them_back(ranks_per_node):
-    mine, wanted = float(WORLD.rank**2), sum(r**2 for r in range(WORLD.size)) / WORLD.size
-    model = nn.Sequential(OwnNorm(mine), *build_model())
-    shard = Shard(images_of(0, 1), torch.zeros(BATCH_SIZE + PARTIAL).long())
-    context = context_of(model, shard)
-    with nodes_of(ranks_per_node) as topology:
-        evaluate(topology, context)
-        assert model[0].used == [pytest.approx(wanted)]
-        assert float(model[0].mean) == mine
-        average_other_buffers_(topology, context)
-    assert float(model[0].mean) == pytest.approx(wanted)
-    assert_alike_on_all_ranks(model[0].mean.double().view(1))
-    # Not even rounded where all hold the same.
-    assert torch.equal(model[0].third, torch.full((2, 2), 1 / 3))
 
 
 def test_every_batch_of_an_evaluation_is_progress():

@@ -138,22 +138,9 @@ def test_what_is_known_to_go_wrong_is_said():
     assert advice(kept, FEWEST_KEPT) == []
     assert advice(make(method="diloco"), 1) == advice(make(method="local-sgd"), 1) == []
     assert advice(make(method="diloco", inner_momentum="keep", momentum=0.0), 1) == []
-    adamw = make(method="prunex", optimizer="adamw", lr=0.008)
-    assert advice(adamw, 9) == []
     assert advice(make(method="diloco", optimizer="adamw"), 16) == []
     (line,) = advice(make(method="diloco", optimizer="adamw", inner_momentum="reset"), 16)
     assert "give --inner-momentum keep" in line
-    (line,) = advice(make(method="qsr", optimizer="adamw", lr=0.2), 4)
-    assert "lr 0.2 is high for adamw" in line
-    assert advice(make(method="qsr", optimizer="adamw"), 4) == []
-    (line,) = advice(make(method="dense"), 9, steady=False)
-    assert "lr 0.2 with sgd" in line
-    assert "--optimizer adamw" in line
-    (line,) = advice(make(method="dgc", lr=0.1), 9, steady=False)
-    assert "lr 0.1 with sgd" in line
-    assert "adamw" not in line
-    for changes in ({"lr": 0.05}, {"optimizer": "adamw", "lr": 0.01}, {"method": "lion"}):
-        assert advice(make(**changes), 9, steady=False) == []
 
 
 def adamw_over(gradient: list[float], **settings: object) -> tuple[OptimizerMemory, nn.Parameter]:

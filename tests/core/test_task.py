@@ -11,15 +11,7 @@ from torch import nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.config.resolve import make
-from prunex_mpi.core.task import (
-    Teacher,
-    by_position,
-    cross_entropy,
-    distilled,
-    find_losses,
-    logits_of,
-    softened,
-)
+from prunex_mpi.core.task import IMAGES, Teacher, distilled, find_losses, next_token
 
 
 def scalar(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -56,36 +48,11 @@ def test_a_loss_is_tried_where_it_will_be_used(monkeypatch):
         find_losses(settings, 3, GPU)
 
 
-def test_several_outputs_are_for_a_loss_of_one_s_own():
-    outputs = torch.zeros(2, 3), torch.zeros(2, 3)
-    labels = torch.zeros(2, dtype=torch.int64)
-    cross_entropy(outputs[0], labels)
-    with pytest.raises(UserError, match="returns tuple while it trains"):
-        cross_entropy(outputs, labels)
-
-
-def test_of_several_outputs_of_text_a_loss_gets_each_by_position():
-    logits, share = torch.randn(2, 4, 3), torch.tensor(0.5)
-    targets = torch.tensor([[0, 1, 2, 0], [2, 2, 1, 0]])
-
-    def both(outputs: tuple[torch.Tensor, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(outputs[0], labels) + outputs[1]
-
-    found = by_position(both, (logits, share), targets)
-    assert found == F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + share
-    with pytest.raises(UserError, match="returns tuple while it trains"):
-        by_position(cross_entropy, (logits, share), targets)
-
-
-def test_of_several_outputs_the_first_are_the_logits():
-    logits, features = torch.randn(2, 3), torch.randn(2, 8)
-    assert logits_of([logits, features], logits.shape) is logits
-    for outputs in ((features, logits), {"logits": logits}, (), (None, logits)):
-        with pytest.raises(UserError, match=r"--teacher needs logits \[2, 3\].* the model returns"):
-            logits_of(outputs, logits.shape)
-    first, second, third = softened((logits, features, 2 * logits), 4.0)
-    assert torch.equal(first, logits / 4) and torch.equal(third, logits / 2)
-    assert second is features
+@pytest.mark.parametrize("task", [IMAGES, next_token(4, 1.0)])
+def test_a_model_that_returns_more_while_it_trains_is_refused_with_any_loss(task):
+    for loss in (F.cross_entropy, lambda outputs, labels: outputs[0].sum()):
+        with pytest.raises(UserError, match="returns tuple while it trains; let it return one"):
+            task.losses(loss)((torch.zeros(2, 4, 3), torch.zeros(2, 4, 3)), torch.zeros(2, 4))
 
 
 CLASSES, SIDE, BATCH = 5, 4, 6
@@ -146,12 +113,3 @@ def test_half_precision_is_compared_in_float32():
     images = torch.randn(BATCH, 3, SIDE, SIDE, dtype=torch.bfloat16)
     loss = distilled(Teacher(network, 1.0, 4.0), images, linear(2, torch.bfloat16)(images), 0.0)
     assert loss.dtype == torch.float32
-
-
-def test_of_several_outputs_the_teacher_looks_at_the_first():
-    images = torch.randn(BATCH, 3, SIDE, SIDE, dtype=torch.float64)
-    teacher, outputs = Teacher(linear(1), 0.5, 4.0), linear(2)(images)
-    alone, among = (distilled(teacher, images, o, 0.0) for o in (outputs, (outputs, images)))
-    assert torch.equal(alone, among)
-    with pytest.raises(UserError, match="--teacher needs logits"):
-        distilled(teacher, images, (images, outputs), 0.0)

@@ -173,6 +173,8 @@ def test_probe_reports_a_crash_a_hang_and_a_missing_program(launcher, monkeypatc
     monkeypatch.setattr(devices.sys, "executable", "/bin/false")
     assert "code 1: no output" in devices.probe("cuda")
     monkeypatch.setattr(devices.sys, "executable", this_python)
+    # Before the watchdog takes the wait for a hang.
+    assert "TimeoutExpired" in devices.probe("cpu", timeout_s=0.02)
     monkeypatch.setattr(devices, "PROBE_TIMEOUT_S", 0.01)
     assert "TimeoutExpired" in devices.probe("cpu")
     launcher.unlink()
@@ -222,8 +224,8 @@ def test_tensors_on_the_cpu_are_handed_over_as_they_are():
 def test_cuda_buffers_are_used_only_if_rank_zero_saw_them_work(claim, probed, monkeypatch):
     probes: list[str] = []
 
-    def probe(device: str) -> str:
-        assert WORLD.rank == 0
+    def probe(device: str, timeout_s: float) -> str:
+        assert (WORLD.rank, timeout_s) == (0, 60.0)
         probes.append(device)
         return probed
 
@@ -231,7 +233,7 @@ def test_cuda_buffers_are_used_only_if_rank_zero_saw_them_work(claim, probed, mo
     monkeypatch.setattr(devices, "probe", probe)
     topology = build_topology(WORLD)
     contexts = claim is not False and not probed
-    kind, reason = devices.resolve_mpi_buffers(topology, "auto", CUDA)
+    kind, reason = devices.resolve_mpi_buffers(topology, "auto", CUDA, 60.0)
     assert kind == ("device" if contexts else "host")
     if claim is not False:
         # The user's word counts, since the probe knows nothing of the path between nodes.

@@ -1,7 +1,6 @@
 """The doctor: every check on facts that are right and wrong, what is gathered, and the program."""
 
 import json
-import math
 import os
 import sys
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from prunex_mpi import doctor
 from prunex_mpi.base.errors import UserError, listed, log
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import broadcast_text
+from prunex_mpi.config.resolve import make
 from prunex_mpi.diagnosis import examine
 from prunex_mpi.diagnosis import probe as doctor_probe
 from prunex_mpi.diagnosis import ranks as findings_ranks
@@ -33,7 +33,6 @@ from prunex_mpi.diagnosis.devices import (
     gather_facts,
     thread_level,
 )
-from prunex_mpi.diagnosis.examine import BANDWIDTH_BYTES, Link, measure_links
 from prunex_mpi.diagnosis.findings import (
     HAN_SEGMENTS,
     REDUCTIONS,
@@ -260,13 +259,6 @@ PASSED = {"Allreduce SUM": "", "Bcast": ""}
 CRASHED = {"Allreduce SUM": "", "Bcast": "the probe ended with code 139"}
 
 
-def test_a_job_of_slurm_that_is_over_fails():
-    end = {"SLURM_JOB_END_TIME": "1700000000"}
-    assert examine.check_time_limit(end, 1.6e9) == []
-    assert examine.check_time_limit({}, 1.8e9) == []
-    the_only(examine.check_time_limit(end, 1.8e9), "error", "SLURM_JOB_END_TIME", "2023-11-1")
-
-
 @pytest.mark.parametrize(
     ("requested", "kind", "claimed", "probed", "severities"),
     [
@@ -428,16 +420,10 @@ def test_the_worst_stands_first_with_its_remedy():
     assert {f.severity for f in findings} <= set(SEVERITIES)
 
 
-def test_tables_have_a_line_per_node_and_per_link():
+def test_the_table_has_a_line_per_node():
     rows = examine.format_topology(with_gpus(JOB, ["a", "b", "c", "d"])).splitlines()
     assert len(rows) == 4
     assert rows[2].split() == ["0", "alpha", "2", "4", "of", "4", "2", "cuda:0", "H+cuda:1", "H"]
-    links = [Link("latency", "nodes 0 and 1", 8, 2e-6, 5), Link("bandwidth", "w", 10**6, 1e-3, 5)]
-    text = examine.format_links(links, JOB)
-    assert "2.00" in text
-    assert "1000" in text
-    assert "no network" not in text
-    assert "no network" in examine.format_links(links, [replace(r, host="one") for r in JOB])
 
 
 def test_facts_survive_as_text_even_from_another_version():
@@ -526,25 +512,6 @@ def test_facts_of_all_ranks_reach_rank_zero(ranks_per_node):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks_per_node", NODE_SHAPES)
-def test_links_are_measured_where_there_are_any(ranks_per_node):
-    beats: list[int] = []
-    with nodes_of(ranks_per_node) as topology:
-        links = measure_links(topology, 0.05, lambda: beats.append(1))
-        nodes, largest = topology.num_nodes, max(topology.node_sizes)
-    assert bool(beats) == (WORLD.size > 1)
-    expected = [("latency", 8), ("bandwidth", BANDWIDTH_BYTES)] * ((largest > 1) + (nodes > 1))
-    if WORLD.rank:
-        assert links == []
-        return
-    assert [(link.what, link.size_bytes) for link in links] == expected
-    for link in links:
-        assert math.isfinite(link.seconds) and link.seconds > 0
-        assert link.turns >= 1
-    assert (f"nodes 0 and {nodes - 1}" in {link.between for link in links}) == (nodes > 1)
-
-
-@pytest.mark.mpi
 def test_every_node_opens_what_rank_zero_wrote(tmp_path):
     folder = broadcast_text(WORLD, str(tmp_path))
     with nodes_of(1) as topology:
@@ -592,15 +559,17 @@ def test_a_host_that_sees_another_folder_is_found(ranks_per_node, monkeypatch):
 def test_each_operation_is_probed_by_itself_on_rank_zero(
     requested, quick, claim, probes, monkeypatch
 ):
-    def probe(device: str, operation: str) -> str:
-        assert (WORLD.rank, device) == (0, "cuda")
+    settings = make(mpi_buffers=requested, timeout=60.0)
+
+    def probe(device: str, operation: str, timeout_s: float) -> str:
+        assert (WORLD.rank, device, timeout_s) == (0, "cuda", 60.0)
         return f"{operation} crashed" if operation == "bcast" else ""
 
     monkeypatch.setattr(examine, "claimed_cuda_support", lambda: claim)
     monkeypatch.setattr(examine, "probe", probe)
     with nodes_of(1) as topology:
-        claimed, probed = examine.ask_mpi(topology, requested, CUDA, quick, Heartbeat())
-        assert examine.ask_mpi(topology, "auto", CPU, False, Heartbeat()) == (None, None)
+        claimed, probed = examine.ask_mpi(topology, settings, CUDA, quick, Heartbeat())
+        assert examine.ask_mpi(topology, settings, CPU, False, Heartbeat()) == (None, None)
     if WORLD.rank or not probes:
         assert probed is None
     else:
@@ -678,7 +647,7 @@ def test_program_under_the_launcher(tmp_path):
     lacking = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
     ended = run_job(2, [*arguments, "--device", "cpu"], tmp_path, **lacking)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for words in ("MPI library", "Topology: 2 ranks", "Findings", "Links"):
+    for words in ("MPI library", "Topology: 2 ranks", "Findings"):
         assert ended.stdout.count(words) == 1, ended.stdout
     assert "ready to train" in ended.stdout.splitlines()[-1]
     for words in ("MPI_THREAD_SERIALIZED", "unset MPI4PY_RC_THREAD_LEVEL"):
@@ -686,7 +655,6 @@ def test_program_under_the_launcher(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ready"] is True
     assert len(found["ranks"]) == 2
-    assert {link["what"] for link in found["links"]} == {"latency", "bandwidth"}
     assert not any(f["severity"] == "error" for f in found["findings"])
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
 
@@ -697,7 +665,7 @@ def test_program_says_what_would_fail(monkeypatch, capsys):
     assert doctor.doctor(MPI.COMM_SELF, parse([*flags, "--mpi-buffers", "device"])) == 1
     said = capsys.readouterr().out
     assert said.endswith("training would fail: file system, --mpi-buffers device\n")
-    assert "/proc can't be written" in said and "Links" not in said
+    assert "/proc can't be written" in said
 
 
 @pytest.mark.jobs

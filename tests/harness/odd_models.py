@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from nets import Reader
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.nn.utils import weight_norm
 
 from prunex_mpi.models.build import build_model
@@ -89,13 +88,6 @@ class _MoreWhileTraining(nn.Module):
         return (outputs, outputs) if self.training else outputs
 
 
-def loss_of_both(
-    outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
-) -> torch.Tensor:
-    several = outputs if isinstance(outputs, tuple) else (outputs,)
-    return sum(cross_entropy(output, labels) for output in several)
-
-
 def more_while_training(num_classes: int, image_size: int) -> nn.Module:
     return _MoreWhileTraining(small(num_classes, image_size))
 
@@ -147,11 +139,11 @@ def expanded(num_classes: int, image_size: int) -> nn.Module:
 
 
 class _Centred(nn.Module):
-    """Subtract a running mean that no state dict holds."""
+    """Subtract a running mean."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(()), persistent=False)
+        self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -161,6 +153,22 @@ class _Centred(nn.Module):
 
 def centred(num_classes: int, image_size: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), _Centred(), small_after(8, num_classes))
+
+
+class _Counting(nn.Module):
+    """Count steps, in what no state dict holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        return x
+
+
+def counting(num_classes: int, image_size: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), _Counting(), small_after(8, num_classes))
 
 
 def small_after(channels: int, num_classes: int) -> nn.Module:

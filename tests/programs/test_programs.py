@@ -74,11 +74,10 @@ def test_programs_tell_of_themselves_without_torch_and_mpi(name):
     assert WORDS[name] in " ".join(done.stdout.split()) and __version__ in done.stdout
 
 
-@pytest.mark.parametrize("words", [["train", "--help", "all"], ["report", "--help"]])
-def test_help_that_nobody_reads_on_is_no_error(words):
+def test_help_that_nobody_reads_on_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", f"prunex_mpi.{words[0]}", *words[1:]]
+    command = [sys.executable, "-m", "prunex_mpi.train", "--help", "all"]
     with os.fdopen(writing) as closed:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -14,7 +14,7 @@ from prunex_mpi.comm import topology as comm
 from prunex_mpi.core import exchange
 from prunex_mpi.core.exchange import find_reference_
 from prunex_mpi.data.batches import BatchStream
-from prunex_mpi.run.kept import InMemoryCheckpoint
+from prunex_mpi.run.kept import InMemoryCheckpoint, LostNodes
 
 pytestmark = [
     pytest.mark.mpi,
@@ -57,6 +57,23 @@ def train_until_lost(topology, case, monkeypatch):
     monkeypatch.undo()
     kept.lost_at = time.time()
     return kept
+
+
+def test_work_of_the_first_outer_iteration_is_lost_too():
+    with nodes_of(1) as topology:
+        run = new_run(topology, "local-sgd", torch.float64)
+        kept = InMemoryCheckpoint(run.context.settings)
+        kept.begin(topology, run.context, "")
+        time.sleep(0.2)
+        kept.loss, kept.lost_at = LostNodes((1,), (1,)), time.time()
+        assert not kept.put_back(topology, None, run.context)
+        kept.tell(topology, None, run.context)
+        assert 0.2 <= kept.changes[-1]["lost_seconds"] < 10
+        # Of one that is lost right after it, what was lost before does not count again.
+        kept.begin(topology, run.context, "")
+        kept.lost_at = time.time()
+        kept.tell(topology, None, run.context)
+        assert kept.changes[-1]["lost_seconds"] < 0.2
 
 
 def go_on(topology, case, kept):

@@ -1,8 +1,5 @@
 """The way a program ends, of one process or several ranks."""
 
-import subprocess
-import sys
-
 import pytest
 from launch import run_job
 
@@ -56,13 +53,3 @@ def test_an_error_is_one_line_whatever_names_are_in_it(capsys):
 
     assert run_single_process("prunex_mpi.x", list, context, []) == UNREADABLE
     assert capsys.readouterr().err == ("prunex_mpi.x: error: class 'a\\x1b[2Jb c' is not there\n")
-
-
-def test_programs_that_are_started_inherit_streams_that_were_closed():
-    program = """if True:
-        import subprocess, sys
-        from prunex_mpi.run.program import open_closed_streams
-        open_closed_streams()
-        sys.exit(subprocess.run(["sh", "-c", "cat && echo out && echo error >&2"]).returncode)"""
-    closed = ["bash", "-c", 'exec "$@" 0<&- >&- 2>&-', "", sys.executable, "-c", program]
-    assert subprocess.run(closed, timeout=60, check=False).returncode == 0

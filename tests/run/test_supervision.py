@@ -236,7 +236,6 @@ def test_automatic_checkpoints_cost_little(monkeypatch):
             checkpoints.save(SimpleNamespace(state=SimpleNamespace(position=position)))
             written.append(iteration)
     assert written[0] == 1
-    assert checkpoints.received.kept == written[-1]
     assert checkpoints.seconds == 2.0 * checkpoints.count
     assert 0.015 < checkpoints.seconds / now[0] < 0.02
 
@@ -282,13 +281,3 @@ def test_tasks_of_slurm_that_do_not_find_each_other_are_refused(tmp_path, monkey
     monkeypatch.setattr(os, "isatty", lambda _: False)
     assert run(tmp_path / "run") == 2
     assert "Slurm started 2 tasks" in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("leaving_early")
-def test_a_job_of_slurm_that_is_over_is_refused_before_the_data_are_loaded(
-    tmp_path, monkeypatch, capfd
-):
-    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
-    monkeypatch.setattr(job, "load_dataset", lambda *_: pytest.fail("the data were loaded"))
-    assert run(tmp_path / "run") == 2
-    assert "SLURM_JOB_END_TIME says that the Slurm job ended on 2023-11-1" in capfd.readouterr().err

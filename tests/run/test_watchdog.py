@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from launch import run_job
 
 import prunex_mpi
 from prunex_mpi.base.errors import UserError
@@ -178,6 +179,41 @@ def test_a_folder_that_is_not_shared_is_a_user_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="all nodes share"):
         dog.share(tmp_path / "elsewhere", 2)
     dog.close()
+
+
+def test_a_folder_may_be_waited_for_longer_than_the_timeout(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "SHARE_LIMIT_S", 3.0)
+    ended = []
+    dog = Watchdog(Heartbeat(), 0, 1.0, lambda: ended.append(1))
+    with pytest.raises(UserError, match="all nodes share"):
+        dog.share(tmp_path / "elsewhere", 2)
+    dog.close()
+    assert not ended
+
+
+BLIND = """
+import os, sys
+from pathlib import Path
+from prunex_mpi import train
+from prunex_mpi.run import watchdog
+
+watchdog.SHARE_LIMIT_S = 20.0
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    watchdog._path = lambda folder, rank: Path("/nowhere/there")
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.long
+def test_all_wait_for_the_rank_that_does_not_see_the_folder(tmp_path):
+    (tmp_path / "blind.py").write_text(BLIND)
+    words = "blind.py --method dense --model resnet8-w4 --dataset synthetic --image-size 8"
+    words += " --train-samples 32 --test-samples 8 --batch-size 4 --timeout 10 --run-dir run"
+    ended = run_job(2, words.split(), tmp_path)
+    assert ended.returncode == 2, ended.stderr
+    assert "must be on a file system that all nodes share" in ended.stderr
+    assert "no progress" not in ended.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rank": 0}', b"\xff\xfe"])

@@ -186,12 +186,6 @@ def test_wrong_flags_are_named(words, why):
         parse(words)
 
 
-@pytest.mark.mpi
-def test_a_file_that_rank_0_cannot_write_ends_all_ranks():
-    with pytest.raises(UserError, match=r"--json 'none/x.json': No such file"):
-        evaluate(WORLD, parse(["run", "--json", "none/x.json"]), Heartbeat())
-
-
 def test_what_is_no_network_is_refused(tmp_path):
     with pytest.raises(UserError, match="there is no run in"):
         read_network(tmp_path / "none")
