@@ -488,7 +488,7 @@ def ddp_turn(bench: Bench, options: dict[str, bool]) -> tuple[Turn, Callable[[],
     """Return the same for DistributedDataParallel in the process group there is. Collective."""
     topology, settings, device = bench.topology, bench.settings, bench.device
     heartbeat = bench.heartbeat
-    dataset = load_dataset(topology, Request.of(settings), heartbeat, device)
+    dataset = load_dataset(topology, Request.of(settings), heartbeat)
     model = make_model(settings, inputs_from(dataset.sizes()))
     layout = build_layout(model)
     around = device, bench.transport, heartbeat

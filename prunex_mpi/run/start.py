@@ -257,7 +257,7 @@ def set_up(
 ) -> RunContext:
     """Load the data, build the model, find what can be pruned. Collective on `world`."""
     heartbeat.enter("data")
-    dataset = load_dataset(topology, Request.of(settings), heartbeat, device)
+    dataset = load_dataset(topology, Request.of(settings), heartbeat)
     return assemble(topology, settings, dataset, device, transport, heartbeat)
 
 

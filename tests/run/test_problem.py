@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.config.resolve import make
 from prunex_mpi.data import image_files, sources
-from prunex_mpi.data.decoding import Streamed
 from prunex_mpi.data.request import Request
-from prunex_mpi.run import problem
-from prunex_mpi.run.problem import CPU, build_problem, free_room, load_dataset, share_contents
+from prunex_mpi.run.problem import CPU, build_problem, load_dataset, share_contents
 
 
 @pytest.fixture
@@ -119,25 +116,6 @@ def test_a_class_folder_that_one_rank_cannot_read_ends_all(places, monkeypatch):
     with pytest.raises(UserError, match=f"cannot read folder {refused}: Permission") as caught:
         share_contents(WORLD, request("imagefolder", places), Heartbeat())
     assert caught.value.exit_code == UNREADABLE
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_ranks_share_what_is_free_on_their_gpus(monkeypatch):
-    """Torch has 50 bytes of its own, 20 of them in use; other programs have left 1000 or more."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 + 100 * WORLD.rank, 8000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
-    monkeypatch.setattr(problem, "gpu_identity", lambda _: "the only one")
-    with nodes_of(2) as topology:
-        assert free_room(topology, torch.device("cuda:0")) == 1030 // WORLD.size
-        assert free_room(topology, CPU) is None
-        monkeypatch.setattr(problem, "gpu_identity", lambda _: f"that of rank {WORLD.rank}")
-        assert free_room(topology, torch.device("cuda:0")) == 1030
-        monkeypatch.setattr(problem, "free_room", lambda *_: 100)
-        settings = make("recipe", dataset="synthetic", train_samples=64, image_size=8)
-        with closing(load_dataset(topology, Request.of(settings))) as dataset:
-            assert isinstance(dataset.train.images, Streamed)
 
 
 @pytest.mark.any_mpi
