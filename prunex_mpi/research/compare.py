@@ -171,7 +171,6 @@ def run_all(world: MPI.Comm, options: Options, received: ReceivedSignal) -> Comp
             plan=options.plan,
             protocol={**protocol, "validation": first.val_split},
             revealed=revealed.get("at", ""),
-            targets=options.targets,
         )
 
 
