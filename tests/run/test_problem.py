@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import own_data
 import pytest
 import torch
 from image_folders import write_folder, write_tars
 from jobs import run_job_here
 from nodes import WORLD, nodes_of
-from own_data import Own
 from torch import nn
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
@@ -64,18 +62,6 @@ def test_each_folder_and_each_tar_file_is_read_by_one_rank(name, places, monkeyp
     assert found == {path: real(path) for path in paths}
     assert told_by_all(mine) == paths
     assert share_contents(WORLD, Request(dataset="digits"), Heartbeat()) == {}
-
-
-@pytest.mark.mpi
-def test_items_in_another_order_on_each_rank_are_refused(monkeypatch):
-    images = [np.full((3, 8, 8), 3 * number, dtype=np.uint8) for number in range(80)]
-    turned = Own(images[2 * WORLD.rank :] + images[: 2 * WORLD.rank], [0, 1] * 40)
-    monkeypatch.setattr(own_data, "made", lambda data_dir, train: turned, raising=False)
-    settings = make(model="resnet8", dataset="own_data:made")
-    refused = pytest.raises(UserError, match="order, names, labels")
-    with nodes_of(1) as topology, refused as caught:
-        load_dataset(topology, Request.of(settings))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.any_mpi
