@@ -125,11 +125,13 @@ def _prove(model: nn.Module, network: nn.Module, tokens: Tensor, allowed: float)
         )
     context = tokens.shape[1]
     given = max(1, context // 2)
-    options = {"max_new_tokens": context - given, "do_sample": False, "pad_token_id": 0}
+    # Of a window of one token the one that follows.
+    more = max(1, context - given)
+    options = {"max_new_tokens": more, "do_sample": False, "pad_token_id": 0}
     prompt = tokens[:1, :given]
     made = network.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     count = made.shape[1] - given
-    logits = model(made)[0, given - 1 : -1].float()
+    logits = model(made[:, :-1])[0, given - 1 :].float()
     chosen = logits.gather(1, made[0, given:, None])[:, 0]
     # Where two tokens are as close as rounding, either may be chosen.
     if not bool((logits.amax(dim=1) - chosen <= 2 * limit).all()):

@@ -108,6 +108,12 @@ def test_what_no_class_computes_is_refused(model, reason):
     assert reason in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["our_llama", "gpt2"])
+def test_windows_of_a_single_token_are_proved(name, tmp_path):
+    line = write_transformers(tmp_path, built(name), WINDOWS[:, :1], CHARS, 0.0)
+    assert "1 greedy tokens" in line
+
+
 def test_a_tokenizer_that_becomes_another_is_refused(tmp_path):
     with pytest.raises(UserError, match="AutoTokenizer makes other tokens"):
         write_transformers(tmp_path, built("qwen2"), WINDOWS, CHARS, 0.0)
