@@ -1,13 +1,11 @@
-"""Cores and memory that a job may use on this machine: by affinity, Slurm and cgroups."""
+"""Cores that a job may use on this machine: by affinity, Slurm and cgroups."""
 
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from prunex_mpi.base.units import MIB, number
-
-CGROUP_FILES = ("memory.max", "memory.limit_in_bytes")  # of version 2, of version 1
+from prunex_mpi.base.units import number
 
 
 def cores_of(cpus: Iterable[int], root: Path = Path("/")) -> tuple[int, ...]:
@@ -38,7 +36,7 @@ def usable_cores() -> int:
 
 def _quotas(root: Path) -> Iterator[int]:
     """Yield what this process's cgroups of either version, and those around it, give in CPUs."""
-    for folder in _cgroup_folders("cpu", root):
+    for folder in _cgroup_folders(root):
         pair = _read(folder / "cpu.max").split() or [
             _read(folder / f"cpu.cfs_{what}_us") for what in ("quota", "period")
         ]
@@ -47,49 +45,15 @@ def _quotas(root: Path) -> Iterator[int]:
             yield -(-quota // period)
 
 
-def memory_limit(
-    environment: Mapping[str, str] = os.environ, root: Path = Path("/")
-) -> tuple[int, str]:
-    """Return the lowest limit in bytes and in words whose it is; `root` holds proc and sys."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([(machine, "this machine has"), *_of_slurm(environment), *_of_cgroups(root)])
-
-
-def _of_slurm(environment: Mapping[str, str]) -> Iterator[tuple[int, str]]:
-    """Yield what Slurm gives the job here; it counts in MiB, and 0 is all there is."""
-    for variable, each in (
-        ("SLURM_MEM_PER_NODE", ""),
-        ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE"),
-        ("SLURM_MEM_PER_GPU", "SLURM_GPUS_ON_NODE"),
-    ):
-        times = number(environment.get(each)) if each else 1
-        limit = number(environment.get(variable)) * times * MIB
-        if limit:
-            yield limit, f"Slurm gives the job here ({variable})"
-
-
-def _of_cgroups(root: Path) -> Iterator[tuple[int, str]]:
-    """Yield the limits of this process's cgroup of either version, and of those around it."""
-    for folder in _cgroup_folders("memory", root):
-        for name in CGROUP_FILES:
-            if limit := number(_read(folder / name)):
-                yield limit, f"the job's cgroup may use (/{folder.relative_to(root)})"
-
-
-# --------------------------------------------------------------------------------------------------
-# Cgroups
-# --------------------------------------------------------------------------------------------------
-
-
-def _cgroup_folders(controller: str, root: Path) -> Iterator[Path]:
+def _cgroup_folders(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's cgroup of either version, and of those around it.
 
-    Of version 1 those of `controller`; `root` holds proc and sys.
+    Of version 1 those of CPUs; `root` holds proc and sys.
     """
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, own = line.split(":", 2)
-        kind = controller if controller in controllers.split(",") else controllers
-        if kind not in ("", controller):
+        kind = "cpu" if "cpu" in controllers.split(",") else controllers
+        if kind not in ("", "cpu"):
             continue
         for mount in _mounts(root, kind):
             # In a container the path may be one of the host, of which only the end is seen.

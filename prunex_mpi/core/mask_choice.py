@@ -21,12 +21,11 @@ from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import INSTEAD, Groups, Selection, find_groups, out_of_reach
 from prunex_mpi.pruning.masks import find_pruned
 from prunex_mpi.pruning.projection import gate_gradients, group_squared_norms, select, with_budget
-from prunex_mpi.pruning.removable import find_rules, training_failure
+from prunex_mpi.pruning.removable import find_tried, training_failure
 from prunex_mpi.settings.fields import Settings
 
 # --------------------------------------------------------------------------------------------------
@@ -34,14 +33,17 @@ from prunex_mpi.settings.fields import Settings
 # --------------------------------------------------------------------------------------------------
 
 
-def choose_rules(settings: Settings, model: nn.Module, inputs: Inputs) -> Rules:
-    """Try by which rules coupled groups can be taken out of `model`, on the CPU; if need be."""
+def try_removal(settings: Settings, model: nn.Module, inputs: Inputs) -> None:
+    """Try whether `model` works without its coupled groups, on the CPU, if need be.
+
+    Raises UserError where it does not, or could not be trained without them.
+    """
     removing = settings.method.removes
     if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
-        return Rules()
-    rules = find_rules(model, inputs, Rules(layers=removing))
+        return
+    coupling = find_tried(model, inputs, layers=removing)
     if settings.remove_dropped or removing:
-        reason = training_failure(model, find_coupling(model, inputs, rules), inputs)
+        reason = training_failure(model, coupling, inputs)
         what, instead = "remove-dropped", "leave remove-dropped away"
         if removing:
             what, instead = f"method {settings.method.name}", "choose another method"
@@ -50,23 +52,15 @@ def choose_rules(settings: Settings, model: nn.Module, inputs: Inputs) -> Rules:
                 f"{what}: a smaller network could not be trained, since the model reads channels "
                 f"in training alone ({reason}); {instead}"
             )
-    return rules
 
 
-def make_groups(
-    settings: Settings, model: nn.Module, layout: Layout, inputs: Inputs, rules: Rules | None = None
-) -> Groups:
-    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
-
-    `rules` are those of `choose_rules`, which are chosen here without.
-    """
+def make_groups(settings: Settings, model: nn.Module, layout: Layout, inputs: Inputs) -> Groups:
+    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them."""
     removes = settings.method.removes
     kinds = ("coupled",) if removes else settings.method.own_groups or settings.groups
     if not (removes or settings.method.keeps_by_layer):
         return Groups((), (), 0, ())
-    if rules is None:
-        rules = choose_rules(settings, model, inputs)
-    coupling = find_coupling(model, inputs, rules) if "coupled" in kinds else None
+    coupling = find_coupling(model, inputs, layers=removes) if "coupled" in kinds else None
     if removes:
         return find_groups(model, layout, kinds, (1.0,), coupling=coupling)
     found = find_groups(

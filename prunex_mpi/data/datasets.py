@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from prunex_mpi.base.errors import UNREADABLE, UserError, log
-from prunex_mpi.base.limits import memory_limit
 from prunex_mpi.base.units import GIB
 from prunex_mpi.data.batches import Shard
 from prunex_mpi.data.decoding import Files, Reader, Streamed, decode_all
@@ -18,8 +17,8 @@ from prunex_mpi.data.user_datasets import find_user_images
 
 # Numbers of classes without an image; each takes memory in the last layer of a network.
 MOST_UNUSED = 2**16
-# Of a machine's memory and a GPU's, where images stay there unasked: a job needs more than them.
-AUTO_SHARES, WHOLE = (0.8, 0.4), (1.0, 1.0)
+# Bytes of images that all ranks of a machine keep in memory unasked.
+MOST_IN_MEMORY = 4 * GIB
 
 
 @dataclass(frozen=True)
@@ -143,48 +142,20 @@ def _find_source(request: Request, part: Part) -> Source:
 
 
 def _streams(source: Source, request: Request, part: Part) -> bool:
-    """Return whether images are decoded while training; raise UserError where memory is short."""
-    mode = request.data_mode
-    if mode in ("stream", "once"):
-        return True
-    try:
-        _refuse_too_large(source, request, part, AUTO_SHARES if mode == "auto" else WHOLE)
-    except UserError as error:
-        if mode != "auto":
-            raise
-        reason, _, _ = str(error).partition(";")
-        log.info("images are decoded while training: %s", reason)
-        return True
-    return False
-
-
-def _refuse_too_large(
-    source: Source, request: Request, part: Part, shares: tuple[float, float]
-) -> None:
-    """Raise UserError when images can't fit into `shares` of the memory: here, and on a GPU."""
-    image = 3 * source.train.side**2
+    """Return whether images are decoded while training."""
+    if request.data_mode != "auto":
+        return request.data_mode != "memory"
     train, test = len(source.train.labels), len(source.test.labels) if source.test else 0
     trained = 0 if request.train_samples is None else request.train_samples or train
     tested = 0 if request.test_samples is None else request.test_samples or test
-    needed = part.here * ((trained + tested) // part.size * image + 8 * (train + test))
-    on_gpu = trained // part.size * image
-    limit, whose = memory_limit()
-    here, there = (
-        "" if share == 1 else f", of which they may take {share:.0%}" for share in shares
+    taken = part.here * ((trained + tested) // part.size) * 3 * source.train.side**2
+    if taken <= MOST_IN_MEMORY:
+        return False
+    log.info(
+        "images are decoded while training: those of this machine's ranks take %.3g GiB",
+        taken / GIB,
     )
-    if needed > shares[0] * limit:
-        ranks = "one rank" if part.here == 1 else f"{part.here} ranks"
-        fewer = "lower --train-samples, --test-samples or --image-size" if trained else "test fewer"
-        raise UserError(
-            f"the images of {ranks} take {needed / GIB:.3g} GiB and {whose} {limit / GIB:.3g}"
-            f"{here}; {fewer}, or take more machines"
-        )
-    if part.room is not None and on_gpu > shares[1] * part.room:
-        raise UserError(
-            f"the training images of one rank take {on_gpu / GIB:.3g} GiB and its GPU has "
-            f"{part.room / GIB:.3g} free{there}; lower --train-samples or --image-size, or take "
-            "more GPUs"
-        )
+    return True
 
 
 def _order(split: str, count: int, wanted: int | None, seed: int) -> Tensor:

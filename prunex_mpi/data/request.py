@@ -20,7 +20,7 @@ class Request:
     """Which samples of which data set, by the names of the settings; of images and of text.
 
     Training samples: 0 for all, None for none; test samples likewise, and of None nothing is read.
-    `data_mode` is memory, stream, auto, which streams what memory can't hold, or once, which
+    `data_mode` is memory, stream, auto, which streams where they are many, or once, which
     streams all that are files.
     """
 
@@ -60,15 +60,14 @@ class Classes(NamedTuple):
 class Part(NamedTuple):
     """Which part of the data a rank takes: number `rank` of `size`.
 
-    `here` ranks share the memory of this machine, and `room` bytes are free on the rank's GPU where
-    training images go there. So many `threads` decode. `known` is what other ranks have read of
-    class folders or tar files. A network that is only tested has its `classes` numbered already.
+    `here` ranks share the memory of this machine. So many `threads` decode. `known` is what other
+    ranks have read of class folders or tar files. A network that is only tested has its `classes`
+    numbered already.
     """
 
     rank: int
     size: int
     here: int = 1
-    room: int | None = None
     threads: int = 1
     known: Known = NOTHING_KNOWN
     classes: Classes | None = None

@@ -26,8 +26,6 @@ from prunex_mpi.data.sources import Source
 
 # Where torchvision's data sets hold the labels of all their items.
 OF_LABELS = ("targets", "labels")
-# Of each split, evenly spread: ranks that hold them in different orders differ in some.
-COMPARED_ITEMS = 8
 IMAGES = "a PIL image, or uint8 [3, H, W] or [1, H, W]"
 
 
@@ -79,8 +77,6 @@ def find_user_images(request: Request) -> Source:
     digest = hashlib.blake2b("\0".join(class_names).encode(errors="surrogateescape"), digest_size=8)
     for split in splits:
         digest.update(f"{len(split.labels)} ".encode() + split.labels.numpy().tobytes())
-        for content in _some_items(split):
-            digest.update(content)
     images = f"{counts[0]:,} images to train on and {counts[1]:,} to test on"
     return Source(
         train=train.files(image_size, side),
@@ -93,37 +89,6 @@ def find_user_images(request: Request) -> Source:
         class_names=class_names,
         digest=digest.hexdigest(),
     )
-
-
-def _some_items(split: UserSplit) -> Iterator[bytes]:
-    """Yield what tells some fixed images of a split from others, to find another order of items.
-
-    Images that change from one reading to the next, of which the log tells, and damaged ones tell
-    nothing.
-    """
-
-    def read(index: int) -> bytes:
-        try:
-            found = split.image(index)
-        except UserError:
-            # It is refused, or replaced, where it is needed.
-            return b""
-        return repr(found.size).encode() + found.tobytes()
-
-    count = len(split.labels)
-    changing = []
-    for index in sorted({count * place // COMPARED_ITEMS for place in range(COMPARED_ITEMS)}):
-        content = read(index)
-        same = content == read(index)
-        if not same:
-            changing.append(split.title(index))
-        yield content if same else b""
-    if changing:
-        log.info(
-            "%s changed between two readings: such a run can't be repeated or resumed exactly, and "
-            "what evaluates reads changed images; leave out what is random, see --transforms",
-            ", ".join(changing),
-        )
 
 
 def _make(name: str, data_dir: str, train: bool) -> UserSplit:

@@ -1,7 +1,7 @@
 """Run a network on a dummy input: try it, take its fingerprint, find its first and last layers."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -224,7 +224,7 @@ class Example:
 class Called(nn.Module):
     """Give `model`, which takes a batch of several tensors, one of them alone; return one tensor.
 
-    The others are those of the example, by name or place.
+    The others are those of the example, by name or place; numbers stay as they are.
     """
 
     def __init__(self, model: nn.Module, batch: Any, key: Any) -> None:
@@ -236,11 +236,7 @@ class Called(nn.Module):
         """Return what the model returns as one tensor."""
         if self.key is None:
             return as_one(self.model(tensor))
-        count = len(tensor)
-        fixed = {
-            k: v[torch.arange(count) % len(v)].to(tensor.device) if isinstance(v, Tensor) else v
-            for k, v in items_of(self.batch)
-        }
+        fixed = {k: _as_many(v, tensor) for k, v in items_of(self.batch)}
         fixed[self.key] = tensor
         if isinstance(self.batch, Mapping):
             return as_one(self.model(**fixed))
@@ -250,6 +246,18 @@ class Called(nn.Module):
 def items_of(batch: Any) -> list[tuple[Any, Any]]:
     """Return names, or places, and values of a batch of several tensors."""
     return list(batch.items() if isinstance(batch, Mapping) else enumerate(batch))
+
+
+def _as_many(value: Any, tensor: Tensor) -> Any:
+    """Return a part of a batch, on the device of `tensor` and of as many samples, if it has any."""
+    if has_samples(value):
+        value = value[torch.arange(len(tensor)) % len(value)]
+    return value.to(tensor.device) if isinstance(value, Tensor) else value
+
+
+def has_samples(value: Any) -> bool:
+    """Return whether a part of a batch is a tensor of samples [n, ...]."""
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0
 
 
 def as_one(outputs: Any) -> Tensor:
@@ -280,17 +288,23 @@ def as_read(model: nn.Module, batch: Any) -> tuple[nn.Module, Example]:
     """Return a module that takes one tensor and returns one, and an example of what it takes.
 
     `batch` is a tensor [n, ...], or a mapping or sequence of what `model` is called with; of these
-    the first tensor is what channels are followed from. The module is `model` where that will do.
+    the first tensor of samples is what channels are followed from. The module is `model` where that
+    will do. Raises UserError where there is no such tensor, or the model does not take it.
     """
-    if isinstance(batch, Tensor):
-        example = Example(batch.detach().cpu())
-        one = example.draw(1, next(model.parameters()).dtype).to(next(model.parameters()).device)
-        with evaluating(model):
-            try:
-                plain = isinstance(model(one), Tensor)
-            # The model's own code may raise anything.
-            except Exception as error:
-                raise UserError(f"the model does not take example=: {one_line(error)}") from error
-        return model if plain else Called(model, None, None), example
-    key, tensor = next((k, v) for k, v in items_of(batch) if isinstance(v, Tensor))
-    return Called(model, batch, key), Example(tensor.detach().cpu())
+    several = isinstance(batch, Mapping | Sequence)
+    given = items_of(batch) if several else [(None, batch)]
+    key, tensor = next(((k, v) for k, v in given if has_samples(v)), (None, None))
+    if tensor is None:
+        raise UserError(
+            "example= holds no tensor [n, ...] of samples: give a batch as the model takes it"
+        )
+    example, parameter = Example(tensor.detach().cpu()), next(model.parameters())
+    one = example.draw(1, parameter.dtype).to(parameter.device)
+    read = Called(model, batch, key) if several else model
+    with evaluating(model):
+        try:
+            plain = isinstance(read(one), Tensor)
+        # The model's own code may raise anything.
+        except Exception as error:
+            raise UserError(f"the model does not take example=: {one_line(error)}") from error
+    return read if plain else Called(model, None, None), example

@@ -4,13 +4,11 @@
 """
 
 import itertools
-import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -34,7 +32,6 @@ from prunex_mpi.models.slim import (
 )
 from prunex_mpi.pruning import label_layers, label_shapes
 from prunex_mpi.pruning.labels import (
-    NUMBER,
     PINNED,
     VOID,
     Labels,
@@ -51,32 +48,6 @@ from prunex_mpi.pruning.labels import (
 # --------------------------------------------------------------------------------------------------
 # Where a forward pass is
 # --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What stays: the arguments of calls that work at full size only, or all channels before them.
-
-    `layers`: so does what is more than channels of convolutions, linear layers and BatchNorm, and
-    heads of attention.
-    """
-
-    layers: bool = False
-    arguments: frozenset[Site] = frozenset()
-    all_before: frozenset[Site] = frozenset()
-
-    def text(self) -> str:
-        """Return the rules as JSON, for `rules_of`."""
-        return json.dumps([self.layers, sorted(self.arguments), sorted(self.all_before)])
-
-
-NO_RULES = Rules()
-
-
-def rules_of(text: str) -> Rules:
-    """Return the rules that `Rules.text` made `text` of."""
-    layers, *calls = json.loads(text)
-    return Rules(layers, *(frozenset(map(tuple, every)) for every in calls))
 
 
 class Following(TorchFunctionMode):
@@ -104,22 +75,6 @@ class Following(TorchFunctionMode):
         # A frame holds all that its callers do, a rank's images among them.
         self.seen.clear()
         super().__exit__(*error)
-
-
-class Failing(Following):
-    """Record in `site` the torch function call of `model` that raises."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.site: Site | None = None
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        site = self.site_of(sys._getframe(1))
-        try:
-            return func(*args, **(kwargs or {}))
-        except Exception:
-            self.site = site
-            raise
 
 
 # --------------------------------------------------------------------------------------------------
@@ -168,9 +123,9 @@ BY_NAME = {
 class Trace(Following):
     """Label the results of all torch functions of a forward pass."""
 
-    def __init__(self, model: nn.Module, rules: Rules) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.labels, self.rules = Labels(model), rules
+        self.labels = Labels(model)
         self.trials: dict[Hashable, Trial] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -178,11 +133,7 @@ class Trace(Following):
         name = resolve_name(func) or getattr(func, "__name__", "an operation")
         labels.operation, labels.given = name.split(".")[-1], (args, kwargs)
         labels.site = self.site_of(sys._getframe(1))
-        if labels.site in self.rules.all_before:
-            labels.pin_all(f"{labels.operation} counts them; {NUMBER}")
         result = func(*args, **kwargs)
-        if labels.site in self.rules.arguments:
-            labels.pin([args, kwargs], f"{labels.operation} counts its channels; {NUMBER}")
         if result is None and getattr(func, "__name__", "") != "__get__":
             # For example an assignment to a part of a tensor.
             self._keep(args, args, kwargs)
@@ -264,12 +215,9 @@ def _request_numbers(labels: Labels, whole: bool) -> None:
     labels.request([leaf if type(leaf) in kinds else None for leaf in flatten(labels.given)])
 
 
-def follow_input(model: nn.Module, inputs: Inputs, rules: Rules) -> Labels:
-    """Return the labels of a forward pass of `model`, on the CPU, in evaluation mode.
-
-    What `rules` say stays, but for `Rules.layers`.
-    """
-    trace = Trace(model, rules)
+def follow_input(model: nn.Module, inputs: Inputs) -> Labels:
+    """Return the labels of a forward pass of `model`, on the CPU, in evaluation mode."""
+    trace = Trace(model)
     labels = trace.labels
     labels.norms = {
         f"{name}.weight" if name else "weight"

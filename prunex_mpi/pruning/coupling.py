@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Inputs
-from prunex_mpi.pruning.channel_trace import NO_RULES, Rules, follow_input
+from prunex_mpi.pruning.channel_trace import follow_input
 from prunex_mpi.pruning.labels import (
     PINNED,
     VOID,
@@ -123,14 +123,15 @@ class Coupling:
         )
 
 
-def find_coupling(model: nn.Module, inputs: Inputs, rules: Rules = NO_RULES) -> Coupling:
+def find_coupling(model: nn.Module, inputs: Inputs, layers: bool = False) -> Coupling:
     """Find the coupled groups of `model`, which reads `inputs`, by one dummy input on the CPU.
 
-    Channels stay as `rules` say, and so do those of parameters that are not trained. Raises
-    UserError when no group can be removed.
+    With `layers` only channels of convolutions, linear layers and BatchNorm can go, and heads of
+    attention. Those of parameters that are not trained stay. Raises UserError when no group can be
+    removed.
     """
-    labels = follow_input(model, inputs, rules)
-    if rules.layers:
+    labels = follow_input(model, inputs)
+    if layers:
         _keep_all_but_layers(labels)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -146,7 +147,7 @@ def find_coupling(model: nn.Module, inputs: Inputs, rules: Rules = NO_RULES) -> 
 
 
 def _keep_all_but_layers(labels: Labels) -> None:
-    """Keep the groups that are more than what `Rules.layers` allows."""
+    """Keep the groups that are more than channels of layers, or heads."""
     names = labels.norms | labels.transposed | labels.embeddings
     known = [side[name] for side in (labels.rows, labels.columns) for name in names & side.keys()]
     sizes = [w for call in labels.calls for w in call.wanted if isinstance(w, Size)]

@@ -233,10 +233,6 @@ class Labels:
                 self.free[name] = torch.from_numpy(self.fresh(1))[0].expand(tensor.shape)
             self.pin_labels(distinct([self.of(tensor)[0]]), reason)
 
-    def pin_all(self, reason: str) -> None:
-        """Keep every group created so far."""
-        self.pin_labels(range(PINNED + 1, len(self.parent)), reason)
-
     def pin_labels(self, labels: Iterable[int], reason: str) -> bool:
         """Keep the groups of `labels`; return whether anything changed."""
         before = len(self.reasons)

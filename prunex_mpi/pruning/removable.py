@@ -11,14 +11,14 @@ BatchNorm turns a zero filter into a constant, beta - gamma mu / sigma, which an
 pass. With coupled groups, gamma and beta are masked as well; with other groups such a channel may
 have to stay, and is reported.
 
-Before training, copies without some channels are tried (`find_rules`).
+Before training, copies without some channels are tried (`find_tried`).
 """
 
 import copy
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -29,9 +29,7 @@ from prunex_mpi.base.errors import UserError, one_line
 from prunex_mpi.models.dummy_input import evaluating
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.slim import CONVOLUTIONS, doubled
-from prunex_mpi.pruning.channel_trace import NO_RULES, Failing, Rules
 from prunex_mpi.pruning.coupling import ChannelSet, Coupling, find_coupling
-from prunex_mpi.pruning.labels import Site
 from prunex_mpi.pruning.shrink import (
     WEIGHT,
     kept_slices,
@@ -189,90 +187,57 @@ def zeros_that_stay(tensors: Mapping[str, Tensor]) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a smaller network fails or differs, and the torch call that raised."""
+def find_tried(model: nn.Module, inputs: Inputs, layers: bool = False) -> Coupling:
+    """Return what `find_coupling` does, and try whether `model` works without any of its groups.
 
-    reason: str
-    site: Site | None = None
-
-
-def find_rules(model: nn.Module, inputs: Inputs, rules: Rules = NO_RULES) -> Rules:
-    """Return the widest rules, from `rules` down, by which `model` works without any group.
-
-    Where its code fails at a smaller size, the arguments of the failing call stay, in all modules
-    of the same class; then all channels made before it. Raises UserError when no group can be
-    removed, or some can't be missed.
+    Raises UserError when no group can be removed, or some can't be missed.
     """
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise UserError(
             "coupled groups: what torch.jit has compiled can't be followed; give the model as it "
             "was before, or choose other --groups"
         )
-    while True:
-        coupling = find_coupling(model, inputs, rules)
-        attempts = (
-            attempt(model, coupling, removed, inputs)
-            for removed in (_some_of_each(coupling), _drawn_of_each(coupling))
-        )
-        failure = next((failure for failure in attempts if failure is not None), None)
-        if failure is None:
-            return rules
-        calls = _calls_alike(model, failure.site)
-        if calls - rules.arguments:
-            rules = replace(rules, arguments=rules.arguments | calls)
-        elif calls - rules.all_before:
-            rules = replace(rules, all_before=rules.all_before | calls)
-        else:
+    coupling = find_coupling(model, inputs, layers)
+    for removed in (_some_of_each(coupling), _drawn_of_each(coupling)):
+        if failure := attempt(model, coupling, removed, inputs):
             raise UserError(
-                f"coupled groups: this model does not work without its channels ({failure.reason});"
-                " choose another --model or other --groups"
+                f"coupled groups: this model does not work without its channels ({failure}); "
+                "choose another --model or other --groups"
             )
-
-
-def _calls_alike(model: nn.Module, site: Site | None) -> frozenset[Site]:
-    """Return the call and its counterparts in modules of a user's same class; none for None."""
-    if site is None:
-        return frozenset()
-    kind = type(model.get_submodule(site[0]))
-    alike = [n for n, module in model.named_modules() if type(module) is kind]
-    own = kind.__module__.startswith("torch.")
-    return frozenset((n, *site[1:]) for n in ([site[0]] if own else alike))
+    return coupling
 
 
 @torch.no_grad()
 def attempt(
     model: nn.Module, coupling: Coupling, removed: np.ndarray, inputs: Inputs
-) -> Failure | None:
-    """Compare a network with the groups of `removed` at zero and one without them; None if equal.
+) -> str | None:
+    """Return why a network without the groups of `removed` fails or differs from one with zeros.
 
-    Runs copies of `model` on the CPU, in float64, or in its own dtype if its code needs that.
+    None if it does not. Runs copies of `model` on the CPU, in float64, or in its own dtype if its
+    code needs that.
     """
     masked = _masked_copy(model, coupling, removed)
     given = inputs.draw(1, next(masked.parameters()).dtype)
-    failing = None
     try:
         sizes = smaller_sizes(masked, coupling, removed)
         # What raises does so in any dtype, and float64 takes several times as long.
         smaller = resized(masked, coupling, removed, sizes)
-        with (failing := Failing(smaller)):
-            found = smaller(given)
+        found = smaller(given)
         double, given_double = doubled(masked), inputs.draw(1, torch.float64)
         # What a module remembers of a forward pass would be of the whole network.
         smaller = resized(double, coupling, removed, sizes)
         wanted = _in_double(double, given_double)
         if wanted is not None:
-            with (failing := Failing(smaller)):
-                found = smaller(given_double)
+            found = smaller(given_double)
     # The model's own code may raise anything at other sizes.
     except Exception as error:
-        return Failure(one_line(error), failing and failing.site)
+        return one_line(error)
     allowed = EXACT
     if wanted is None:
         wanted, allowed = masked(given), TOLERANCE
     apart = float((found - wanted).abs().max()) if found.shape == wanted.shape else math.inf
     if not apart <= allowed * max(1.0, float(wanted.abs().max())):
-        return Failure(f"the outputs differ by {apart:.2g}")
+        return f"the outputs differ by {apart:.2g}"
     return None
 
 

@@ -1,26 +1,24 @@
 """The paper's figures from runs: `python -m prunex_mpi.bench figure`, its values beside ours.
 
-How communication time is split (8), strong scaling (9), residuals of each rank and layer (10, 11),
-patterns of zeros (13). What figures 5 to 7 and 12 show, accuracy over time, bytes and the
-parameters that are left, bytes and synchronisation, is on the page of `report`.
+How communication time is split (8), residuals of each rank and layer (10, 11), patterns of zeros
+(13). What figures 5 to 7 and 12 show, accuracy over time, bytes and the parameters that are left,
+bytes and synchronisation, is on the page of `report`.
 """
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunex_mpi.base.errors import UNREADABLE, UserError, enumerated, quote
+from prunex_mpi.base.errors import UNREADABLE, UserError, quote
 from prunex_mpi.base.files import RANKS, STATE, open_regular
 from prunex_mpi.base.imports import require_packages
 from prunex_mpi.base.record_keys import RESIDUALS
 from prunex_mpi.base.tables import Table, format_table
 from prunex_mpi.config.cli import Parser, program_parser
-from prunex_mpi.config.resolve import BY_NAME
 from prunex_mpi.tools.report import curves
 from prunex_mpi.tools.report.curves import (
     COLOURS,
@@ -29,14 +27,10 @@ from prunex_mpi.tools.report.curves import (
     PHASE_COLOURS,
     RESIDUAL_WORDS,
     Named,
-    add_legend,
-    look_of,
     new_figure,
-    new_panel,
     plain,
     styled,
 )
-from prunex_mpi.tools.report.page import settings_table
 from prunex_mpi.tools.report.read_runs import (
     Run,
     read_layers,
@@ -52,18 +46,12 @@ if TYPE_CHECKING:
 KINDS = (".svg", ".png", ".pdf")
 FIGURES = {
     "8": "how communication time is split",
-    "9": "strong scaling",
     "10": "residuals of each rank",
     "11": "residuals of each layer",
     "13": "sparsity patterns of layers",
 }
 NONE = "-"
 PAPER = "The paper's values are of ResNet-152 on CIFAR-10 with 64 GPUs, unless they say otherwise."
-SPEEDUPS = {
-    "prunex": "6.75 on 8 times as many GPUs (8 to 64), 84.4 %",
-    "dense": "5.81, 72.7 %",
-    "topk": "3.71",
-}
 DECAY = "from 1e0 to 1e-2"
 # Of the time of communication: words, the paper's shares and colours, by phase; the broadcast is
 # phase 4's.
@@ -121,12 +109,12 @@ def figure(options: argparse.Namespace) -> None:
     number = options.number
     if number in OF_ONE_RUN and len(options.runs) > 1:
         raise UserError(f"figure {number} is of one run; give one")
-    if len(options.runs) > MOST_CURVES and number != "9":
+    if len(options.runs) > MOST_CURVES:
         raise UserError(f"at most {MOST_CURVES} runs can be told apart; give fewer")
     runs = read_runs(options.runs)
     with styled():
         alone = OF_ONE_RUN.get(number)
-        drawn = alone(runs[0]) if alone else OF_RUNS[number](by_name(runs))
+        drawn = alone(runs[0]) if alone else split(by_name(runs))
         try:
             drawn.figure.savefig(options.output, dpi=DPI)
         except OSError as error:
@@ -187,84 +175,6 @@ def communication(run: Run) -> dict[str, float]:
         seconds["inter"] -= handed
         seconds["broadcast"] += handed
     return seconds
-
-
-# --------------------------------------------------------------------------------------------------
-# Scaling
-# --------------------------------------------------------------------------------------------------
-
-
-def scaling(named: Named) -> Drawn:
-    """Draw figure 9 from runs with different numbers of ranks."""
-    found: dict[str, list[Run]] = {}
-    for run in named.values():
-        found.setdefault(scaling_series(run), []).append(run)
-    # Of runs with as many ranks the fastest one counts.
-    rates = {name: dict(sorted(map(speed_of, some))) for name, some in found.items()}
-    series = {name: best for name, best in rates.items() if len(best) > 1}
-    if not series:
-        raise UserError(
-            "figure 9 needs runs of one method and of one work with different numbers of ranks; "
-            f"these are {'; '.join(found)}"
-        )
-    figure, panel = new_panel(3.6)
-    rows, farthest = [], 1.0
-    for number, (name, best) in enumerate(series.items()):
-        fewest = min(best)
-        x = np.array([*best]) / fewest
-        y = np.array([*best.values()]) / best[fewest]
-        panel.plot(x, y, label=plain(name), **look_of(number))
-        farthest = max(farthest, x[-1])
-        ranks = f"{x[-1]:g} times as many ranks ({fewest} to {max(best)})"
-        here = f"{y[-1]:.2f} on {ranks}, {100 * y[-1] / x[-1]:.0f} %"
-        rows.append((name, here, SPEEDUPS.get(str(found[name][0].setting("method")), NONE)))
-    ideal = np.array([1, farthest])
-    panel.plot(ideal, ideal, color="#888888", linewidth=0.8, label="ideal")
-    for scale, axis in ((panel.set_xscale, panel.xaxis), (panel.set_yscale, panel.yaxis)):
-        scale("log", base=2)
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-    panel.set_xlabel("times as many ranks as the smallest run of the curve")
-    panel.set_ylabel("times as fast")
-    add_legend(figure)
-    note = "Work per second of training, by the median of the second half of the outer iterations."
-    differing = [str(row[0]) for row in settings_table(named).rows]
-    notes = [f"The runs differ in {enumerated(differing)}."] if differing else []
-    return Drawn(figure, rows, [note, *notes])
-
-
-def scaling_series(run: Run) -> str:
-    """Return what runs of one curve have in common; raise UserError where their steps change."""
-    method = str(run.setting("method"))
-    if BY_NAME[method].quadratic_interval:
-        where = quote(shown(run.path), 250)
-        raise UserError(
-            f"figure 9: not all outer iterations of {where} have as many local steps, so that "
-            "their seconds tell no speed; leave it away"
-        )
-    by = "by steps" if run.setting("local-steps") else "by epochs"
-    return f"{method} {run.setting('model')} {run.setting('dataset')} {by}"
-
-
-def speed_of(run: Run) -> tuple[int, float]:
-    """Return the number of ranks of a run and its work per second of training.
-
-    Work is epochs, or samples where steps are counted. Raises UserError where that is not known.
-    """
-    known = {len(record.node) for record in read_ranks(run.path)}
-    if len(known) > 1:
-        where, numbers = quote(shown(run.path), 250), " and ".join(map(str, sorted(known)))
-        raise UserError(f"figure 9: the ranks of {where} changed ({numbers}); leave it away")
-    ranks, steps = max(known, default=0), run.setting("local-steps")
-    try:
-        samples = steps and int(steps) * ranks * int(run.setting("batch-size"))
-        work = float(samples or Fraction(str(run.setting("local-epochs"))))
-    except (TypeError, ValueError, ZeroDivisionError):
-        raise lacking("9", run, "local-epochs or local-steps in its config.toml") from None
-    seconds = np.diff(run.along("seconds"), prepend=0.0)
-    typical = float(np.median(seconds[len(seconds) // 2 :]))
-    if not ranks or not typical:
-        raise lacking("9", run, f"{RANKS}, or seconds")
-    return ranks, work / typical
 
 
 # --------------------------------------------------------------------------------------------------
@@ -368,5 +278,4 @@ def read_weights(run: Run) -> dict[str, np.ndarray]:
     return {names[i]: pruned[names[i]] for i in spread_out(np.arange(len(names)), PATTERNS)}
 
 
-OF_RUNS = {"8": split, "9": scaling}
 OF_ONE_RUN = {"10": of_ranks, "11": of_layers, "13": patterns}

@@ -29,7 +29,6 @@ samples than the others.
 import argparse
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,7 +144,6 @@ class Options:
 
     `rows` and `seeds` are those of this job; `plan` is a digest of all that the plan says, and of
     the flags that change it. With `reveal` the networks of a comparison that is done are tested.
-    Times and bytes to each of `targets` are told.
     """
 
     rows: tuple[Row, ...]
@@ -154,7 +152,6 @@ class Options:
     protocol: Protocol
     plan: str
     reveal: bool
-    targets: tuple[float, ...]
     folder: str
     resume: bool
     json_file: str
@@ -214,8 +211,6 @@ def build_parser() -> Parser:
         action="store_true",
         help="test all networks of the plan in --dir on the test data, once, when all are there",
     )
-    about = "tell seconds and bytes to this accuracy (0.7), or to this loss (1.8), on data held out"
-    add("--target", **several, metavar="V", help=about)
     add("--dir", metavar="DIR", help="folder of the runs, named ROW-SEED [a new one in runs/]")
     add("--resume", action="store_true", help="go on with the runs that --dir has already")
     add("--json", metavar="FILE", help="write all there is to know there")
@@ -232,7 +227,6 @@ def parse(argv: Sequence[str]) -> Options:
     given = vars(build_parser().parse_all(argv))
     folder, json_file = given.pop("dir", ""), given.pop("json", "")
     reveal, resume = given.pop("reveal", False), given.pop("resume", False)
-    targets = tuple(_target(text) for text in given.pop("target", ()))
     taken = (given.pop(name, None) for name in ("methods", "plan", "seeds", "rows"))
     methods, path, seeds, some = taken
     if (methods is None) == (path is None):
@@ -260,7 +254,6 @@ def parse(argv: Sequence[str]) -> Options:
         protocol=protocol,
         plan=hashlib.sha256(text.encode()).hexdigest()[:DIGITS],
         reveal=reveal,
-        targets=targets,
         folder=folder,
         resume=resume or reveal,
         json_file=json_file,
@@ -296,16 +289,6 @@ def _seeds(words: Sequence[str] | None, protocol: Protocol) -> tuple[int, ...]:
     if protocol.tune_seed in seeds:
         raise UserError(f"--seeds: {protocol.tune_seed} is the plan's tune-seed; choose others")
     return seeds
-
-
-def _target(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UserError(f"--target {quote(text)}: give an accuracy such as 0.7, or a loss above 0")
-    return value
 
 
 def _check_imports(planned: Options, argv: Sequence[str]) -> None:

@@ -100,7 +100,7 @@ def run(
         heartbeat.enter("data")
         known = share_contents(world, request, heartbeat)
         start.look_at_model(world, settings, known, heartbeat)
-        dataset = load_dataset(topology, request, heartbeat, place.device, known)
+        dataset = load_dataset(topology, request, heartbeat, known)
         restores = checkpoint.has_checkpoint(world, settings)
         parts = dataset, place.device, transport, heartbeat
         context = start.assemble(topology, settings, *parts, reads=not restores)

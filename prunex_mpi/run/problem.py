@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from mpi4py import MPI
@@ -17,7 +16,6 @@ from prunex_mpi.base.errors import UNREADABLE, UserError, log, one_line
 from prunex_mpi.base.heartbeat import Heartbeat
 from prunex_mpi.comm.agreement import (
     broadcast_json,
-    count_same,
     require_same,
     run_collectively,
     run_collectively_while,
@@ -43,7 +41,6 @@ from prunex_mpi.data.image_files import CONTENTS, read_share
 from prunex_mpi.data.request import TEST, Known, Part, Request
 from prunex_mpi.data.text import TextSet, WindowStream, take_windows, window_batches
 from prunex_mpi.data.text_files import Text, Tokenizer, forget, map_text, prepare
-from prunex_mpi.diagnosis.devices import gpu_identity
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import seed_all
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
@@ -144,13 +141,12 @@ def load_dataset(
     topology: Topology,
     request: Request,
     heartbeat: Heartbeat | None = None,
-    device: torch.device = CPU,
     known: Known | None = None,
 ) -> Dataset | TextSet:
     """Load this rank's shards, on the CPU; what any rank cannot read ends the job.
 
-    Their training images will be on `device` as well; `known` is what `share_contents` has
-    returned. Raises UserError (UNREADABLE) where all are of one class. Collective on `world`.
+    `known` is what `share_contents` has returned. Raises UserError (UNREADABLE) where all are of
+    one class. Collective on `world`.
     """
     heartbeat = heartbeat or Heartbeat()
     world = topology.world
@@ -165,7 +161,6 @@ def load_dataset(
         rank=world.rank,
         size=world.size,
         here=topology.host_size,
-        room=free_room(topology, device),
         threads=decoding_threads(topology.core_sharers, request.workers, topology.host_size),
         known=known,
     )
@@ -186,22 +181,6 @@ def load_dataset(
         message = f"all images of {request.dataset} are of one class, so there is nothing to learn"
         raise UserError(f"{message}: correct --data-dir or the data set", UNREADABLE)
     return dataset
-
-
-def free_room(topology: Topology, device: torch.device) -> int | None:
-    """Return the bytes that each rank has free on its GPU, the least of all; None on a CPU.
-
-    Ranks that share a GPU share what is free. Collective on `world`.
-    """
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    # What torch has taken and does not use is free as well.
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    sharers = count_same(topology.world, gpu_identity(device))
-    least = np.array([free // sharers], dtype=np.int64)
-    topology.world.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
-    return int(least[0])
 
 
 def measure_colours(

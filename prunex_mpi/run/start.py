@@ -29,7 +29,7 @@ from prunex_mpi.comm.topology import Topology, describe, library_name, nodes_of,
 from prunex_mpi.config.checks import advice
 from prunex_mpi.config.resolve import to_toml
 from prunex_mpi.core.evaluation import memory_of_evaluation, prunable_and_kept
-from prunex_mpi.core.mask_choice import choose_rules, log_unpruned, make_groups
+from prunex_mpi.core.mask_choice import log_unpruned, make_groups, try_removal
 from prunex_mpi.core.optimizer import describe_muon
 from prunex_mpi.core.schedule import total_steps
 from prunex_mpi.core.state import RunContext, build_state
@@ -53,7 +53,6 @@ from prunex_mpi.models.build import describe as describe_model
 from prunex_mpi.models.dummy_input import keeping_draws, moved_in_training, probe, reads_ahead
 from prunex_mpi.models.inputs import Images, Inputs, Tokens, inputs_from
 from prunex_mpi.models.layout import build_layout, tensors_text
-from prunex_mpi.pruning.channel_trace import rules_of
 from prunex_mpi.run.pretrained import find_teacher, load_initial_, with_teacher
 from prunex_mpi.run.problem import CPU, build_problem, find_inputs, load_dataset, make_model
 from prunex_mpi.run.tuning import is_left_to_measure, trial_of, tuned
@@ -255,7 +254,7 @@ def set_up(
 ) -> RunContext:
     """Load the data, build the model, find what can be pruned. Collective on `world`."""
     heartbeat.enter("data")
-    dataset = load_dataset(topology, Request.of(settings), heartbeat, device)
+    dataset = load_dataset(topology, Request.of(settings), heartbeat)
     return assemble(topology, settings, dataset, device, transport, heartbeat)
 
 
@@ -290,15 +289,13 @@ def assemble(
     run_on_root(world, lambda: check_model(settings, model, inputs))
     layout = run_collectively(world, lambda: build_layout(model))
     require_same(world, "the parameters of the model", tensors_text(model))
-    # One rank tries what the others then go by.
-    tried = run_on_root(world, lambda: choose_rules(settings, model, inputs).text())
-    rules = rules_of(broadcast_text(world, tried or ""))
+    run_on_root(world, lambda: try_removal(settings, model, inputs))
     if settings.init_from and reads:
         settings = load_initial_(world, settings, model, inputs, dataset.class_names, heartbeat)
     teacher = None
     if settings.teacher:
         settings, *teacher = find_teacher(world, settings, model, dataset, heartbeat)
-    groups = run_collectively(world, lambda: make_groups(settings, model, layout, inputs, rules))
+    groups = run_collectively(world, lambda: make_groups(settings, model, layout, inputs))
     problem = build_problem(topology, settings, dataset, model, device, transport, heartbeat)
     # Ranks of a job that goes on would measure others, on other images.
     look = {"image_mean": tuple(problem.mean.tolist()), "image_std": tuple(problem.std.tolist())}

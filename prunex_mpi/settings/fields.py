@@ -113,7 +113,7 @@ class Settings:
     )
     data_mode: str = _setting(
         "decode image files into memory at the start, or while training (stream); auto: stream "
-        "where they do not fit",
+        "where those of a machine's ranks take more than 4 GiB",
         "auto",
         choices=("memory", "stream", "auto"),
     )

@@ -27,11 +27,11 @@ from prunex_mpi.models import gpt, slim, standalone
 from prunex_mpi.models import inputs as inputs_file
 from prunex_mpi.models.dummy_input import probe
 from prunex_mpi.models.inputs import Inputs, inputs_from
-from prunex_mpi.pruning.coupling import Coupling, find_coupling
+from prunex_mpi.pruning.coupling import Coupling
 from prunex_mpi.pruning.removable import (
     describe_removed,
     find_removable,
-    find_rules,
+    find_tried,
     zeros_that_stay,
 )
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_tensors
@@ -187,7 +187,7 @@ def full_size(run: FinishedRun) -> tuple[str, nn.Module, int]:
 def find_channels(model: nn.Module, inputs: Inputs) -> tuple[Coupling, list[str]]:
     """Return the channels that can be removed, and why there are none where there are none."""
     try:
-        return find_coupling(model, inputs, find_rules(model, inputs)), []
+        return find_tried(model, inputs), []
     except UserError as error:
         return Coupling({}, {}, (), 0, {}, ()), [str(error)]
 

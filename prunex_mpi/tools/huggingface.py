@@ -63,22 +63,6 @@ LLAMA = {
     "up": "up_proj",
     "down": "down_proj",
 }
-GPT2 = {
-    "embedding": "transformer.wte",
-    "positions": "transformer.wpe",
-    "blocks": "transformer.h",
-    "norm": "transformer.ln_f",
-    "head": "lm_head",
-    "attention_norm": "ln_1",
-    "mlp_norm": "ln_2",
-    "attention": "attn",
-    "queries": "c_attn",
-    "out": "c_proj",
-    "up": "c_fc",
-    "down": "c_proj",
-}
-# Layers of GPT-2 whose weights have the outputs as columns.
-TRANSPOSED = ("queries", "out", "up", "down")
 
 
 def what_differs(sizes: Sizes) -> list[str]:
@@ -141,11 +125,13 @@ def _prove(model: nn.Module, network: nn.Module, tokens: Tensor, allowed: float)
         )
     context = tokens.shape[1]
     given = max(1, context // 2)
-    options = {"max_new_tokens": context - given, "do_sample": False, "pad_token_id": 0}
+    # Of a window of one token the one that follows.
+    more = max(1, context - given)
+    options = {"max_new_tokens": more, "do_sample": False, "pad_token_id": 0}
     prompt = tokens[:1, :given]
     made = network.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     count = made.shape[1] - given
-    logits = model(made)[0, given - 1 : -1].float()
+    logits = model(made[:, :-1])[0, given - 1 :].float()
     chosen = logits.gather(1, made[0, given:, None])[:, 0]
     # Where two tokens are as close as rounding, either may be chosen.
     if not bool((logits.amax(dim=1) - chosen <= 2 * limit).all()):
@@ -230,58 +216,29 @@ def _language_model(model: nn.Module) -> nn.Module:
 
 def _of_gpt(source: Gpt, context: int) -> tuple[type[nn.Module], Any, dict[str, Tensor]]:
     """Return the class that a network of ours is, its config of other widths, and its weights."""
-    import transformers
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     block = source.blocks[0]
-    shared = block.attention.keys.out_features < block.attention.queries.out_features
-    variants = {
-        "rms": not isinstance(source.norm, nn.LayerNorm),
-        "rotary": source.rotation is not None,
-        "swiglu": block.mlp.gate is not None,
-    }
-    head_dim, state = block.attention.head_dim, source.state_dict()
-    options = {
-        "vocab_size": len(source.embedding.weight),
-        "tie_word_embeddings": source.head.weight is source.embedding.weight,
-        # Of transformers' defaults some are tokens of other vocabularies.
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    if all(variants.values()):
-        config = transformers.LlamaConfig(
-            num_hidden_layers=len(source.blocks),
-            head_dim=head_dim,
-            max_position_embeddings=context,
-            rms_norm_eps=source.norm.eps,
-            rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
-            **options,
-        )
-        tensors = {_rename(name, LLAMA): tensor for name, tensor in state.items()}
-        return transformers.LlamaForCausalLM, config, tensors
-    if any(variants.values()) or shared:
-        name = "-".join(["gpt_*", *(v for v, has in variants.items() if has), *["gqa"] * shared])
+    layer_norm = isinstance(source.norm, nn.LayerNorm)
+    if layer_norm or source.rotation is None or block.mlp.gate is None:
         raise _refused(
-            f"{name} is no class of transformers: gpt_*-rms-rotary-swiglu is a Llama, also with "
-            "-gqa, and gpt_* alone a GPT-2, either with -untied or without"
+            "of gpt_* transformers has gpt_*-rms-rotary-swiglu alone, which is a Llama, also with "
+            "-gqa and -untied: train that one"
         )
-    width = source.embedding.embedding_dim
-    config = transformers.GPT2Config(
-        n_layer=len(source.blocks),
-        n_head=width // head_dim,
-        n_embd=width,
-        n_positions=context,
-        activation_function="gelu",
-        layer_norm_epsilon=source.norm.eps,
-        **{f"{place}_pdrop": 0.0 for place in ("resid", "embd", "attn")},
-        **options,
+    config = LlamaConfig(
+        vocab_size=len(source.embedding.weight),
+        tie_word_embeddings=source.head.weight is source.embedding.weight,
+        num_hidden_layers=len(source.blocks),
+        head_dim=block.attention.head_dim,
+        max_position_embeddings=context,
+        rms_norm_eps=source.norm.eps,
+        rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
+        # Of transformers' defaults some are tokens of other vocabularies.
+        bos_token_id=None,
+        eos_token_id=None,
     )
-    for name in [name for name in state if ".queries." in name]:
-        parts = [name, *(name.replace("queries", other) for other in ("keys", "values"))]
-        state[name] = torch.cat([state.pop(part) for part in parts])
-    for name in state:
-        if name.split(".")[-2] in TRANSPOSED:
-            state[name] = state[name].T
-    return transformers.GPT2LMHeadModel, config, {_rename(n, GPT2): t for n, t in state.items()}
+    tensors = {_rename(name, LLAMA): tensor for name, tensor in source.state_dict().items()}
+    return LlamaForCausalLM, config, tensors
 
 
 def _rename(name: str, parts: Mapping[str, str]) -> str:

@@ -1,20 +1,18 @@
-"""How many cores and how much memory there are, by the machine, Slurm and cgroups."""
+"""How many cores there are, by the machine, Slurm and cgroups."""
 
 from pathlib import Path
 
 import pytest
 
-from prunex_mpi.base.limits import cores_of, cpu_limit, memory_limit, usable_cores
-from prunex_mpi.base.units import GIB, MIB
+from prunex_mpi.base.limits import cores_of, cpu_limit, usable_cores
 
 V1 = "4:cpu,cpuacct:/job\n1:name=systemd:/x\n0::/"
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a machine of 64 CPUs and 64 GiB."""
-    sizes = {"SC_NPROCESSORS_CONF": 64, "SC_PHYS_PAGES": 64 * GIB // 4096, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+    """Have a machine of 64 CPUs."""
+    monkeypatch.setattr("os.sysconf", {"SC_NPROCESSORS_CONF": 64}.__getitem__)
 
 
 def write(path: Path, text: str) -> None:
@@ -62,51 +60,3 @@ def test_a_process_uses_its_cores_as_far_as_it_may(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {1000, 1001, 1002})
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "2")
     assert usable_cores() <= 2
-
-
-def test_the_machine_is_the_limit_where_nobody_sets_a_lower_one(tmp_path):
-    assert memory_limit({}, tmp_path) == (64 * GIB, "this machine has")
-    more = {"SLURM_MEM_PER_NODE": str(128 * 1024)}
-    assert memory_limit(more, tmp_path) == (64 * GIB, "this machine has")
-    for odd in ("0", "²", "unlimited"):
-        assert memory_limit({"SLURM_MEM_PER_NODE": odd}, tmp_path)[0] == 64 * GIB
-
-
-@pytest.mark.parametrize(
-    ("given", "mib"),
-    [
-        ({"SLURM_MEM_PER_NODE": "8000"}, 8000),
-        ({"SLURM_MEM_PER_CPU": "1000", "SLURM_CPUS_ON_NODE": "6"}, 6000),
-        ({"SLURM_MEM_PER_GPU": "5000", "SLURM_GPUS_ON_NODE": "2"}, 10000),
-    ],
-)
-def test_slurm_gives_less(tmp_path, given, mib):
-    (variable, *_) = given
-    expected = f"Slurm gives the job here ({variable})"
-    assert memory_limit(given, tmp_path) == (mib * MIB, expected)
-
-
-def test_cgroups_of_version_2_limit_what_is_in_them(tmp_path):
-    write(tmp_path / "proc/self/cgroup", "0::/slurm/job_7/step_0")
-    base = tmp_path / "sys/fs/cgroup"
-    for folder, text in (("", "max"), ("slurm", "max"), ("slurm/job_7", str(3 * GIB))):
-        write(base / folder / "memory.max", text)
-    write(base / "slurm/job_7/step_0/memory.max", str(4 * GIB))
-    whose = "the job's cgroup may use (/sys/fs/cgroup/slurm/job_7)"
-    assert memory_limit({}, tmp_path) == (3 * GIB, whose)
-    assert memory_limit({"SLURM_MEM_PER_NODE": "1024"}, tmp_path)[0] == GIB
-
-
-def test_cgroups_of_version_1_limit_what_is_in_them(tmp_path):
-    write(tmp_path / "proc/self/cgroup", "9:cpu,memory:/job\n1:name=systemd:/x\n0::/")
-    write(tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712")
-    assert memory_limit({}, tmp_path)[0] == 64 * GIB
-    write(tmp_path / "sys/fs/cgroup/memory/job/memory.limit_in_bytes", str(2 * GIB))
-    whose = "the job's cgroup may use (/sys/fs/cgroup/memory/job)"
-    assert memory_limit({}, tmp_path) == (2 * GIB, whose)
-
-
-def test_a_container_sees_the_end_of_its_path_alone(tmp_path):
-    write(tmp_path / "proc/self/cgroup", "0::/docker/0123")
-    write(tmp_path / "sys/fs/cgroup/memory.max", str(GIB))
-    assert memory_limit({}, tmp_path)[0] == GIB

@@ -234,29 +234,6 @@ def test_images_that_ranks_cannot_share_are_told_of():
     assert not load("synthetic", train_samples=134, image_size=8, size=2).left_out
 
 
-def test_images_of_all_ranks_of_a_machine_must_fit(monkeypatch):
-    sizes = {"test_samples": 8, "image_size": 64}
-    few, many = (Request(dataset="synthetic", train_samples=n, **sizes) for n in (1024, 4096))
-    monkeypatch.setattr(data, "memory_limit", lambda: (30 * 2**20, "Slurm gives the job here"))
-    assert data.load(few, Part(0, 4, here=1)).train_total == 1024
-    with pytest.raises(UserError) as caught:
-        data.load(many, Part(0, 4, here=4))
-    message = "the images of 4 ranks take 0.0471 GiB and Slurm gives the job here 0.0293; lower"
-    assert message in str(caught.value)
-    assert caught.value.exit_code == USAGE
-
-
-def test_images_to_train_on_must_fit_on_the_gpu():
-    sizes = {"train_samples": 1024, "test_samples": 4096, "image_size": 8}
-    request = Request(dataset="synthetic", **sizes)
-    needed = 1024 // 4 * 3 * 8**2
-    assert data.load(request, Part(1, 4, room=needed)).train_total == 1024
-    with pytest.raises(UserError) as caught:
-        data.load(request, Part(1, 4, room=needed - 1))
-    assert "the training images of one rank take 4.58e-05 GiB and its GPU has" in str(caught.value)
-    assert caught.value.exit_code == USAGE
-
-
 def test_imagefolder_takes_val_for_test_and_grey_images(folder):
     (folder / "test").rename(folder / "val")
     for file in (folder / "val").glob("*/*.png"):

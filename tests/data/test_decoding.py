@@ -139,43 +139,20 @@ def test_a_damaged_image_is_told_when_its_batch_is_due(folder):
         load(folder, "memory")
 
 
-def test_auto_streams_what_memory_cannot_hold(folder, caplog, monkeypatch):
-    assert isinstance(load(folder, "auto").train.images, Tensor)
-
-    def refuse(*_: object) -> None:
-        raise UserError("too large; take less")
-
-    monkeypatch.setattr(data, "_refuse_too_large", refuse)
+def test_auto_streams_where_the_images_of_a_machine_are_many(folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("prunex_mpi"), "propagate", True)
     caplog.set_level(logging.INFO)
-    assert isinstance(load(folder, "auto").train.images, Streamed)
-    assert caplog.messages == ["images are decoded while training: too large"]
-    with pytest.raises(UserError, match="too large"):
-        load(folder, "memory")
+    monkeypatch.setattr(data, "MOST_IN_MEMORY", 2 * 37 * 3 * 8**2)
 
+    def is_streamed(mode: str, here: int) -> bool:
+        request = Request(dataset="imagefolder", data_dir=str(folder), data_mode=mode)
+        return isinstance(data.load(request, Part(0, 2, here)).train.images, Streamed)
 
-@pytest.mark.parametrize("mode", ["auto", "memory"])
-@pytest.mark.parametrize("where", ["machine", "gpu"])
-def test_auto_leaves_room_for_the_job(folder, monkeypatch, where, mode):
-    """A rank's images may take a part of a limit, and all of it where memory is asked for."""
-    share = 0.8 if where == "machine" else 0.4
-    needed = 37 * 3 * 8**2 + 8 * 75 if where == "machine" else 30 * 3 * 8**2
-
-    def is_streamed(limit: float) -> bool:
-        if where == "machine":
-            monkeypatch.setattr(data, "memory_limit", lambda: (int(limit), "this machine has"))
-        part = Part(0, 2, room=int(limit) if where == "gpu" else None)
-        ways = {"data_dir": str(folder), "data_mode": mode, "seed": 3}
-        images = data.load(Request(dataset="imagefolder", **ways), part).train.images
-        return isinstance(images, Streamed)
-
-    assert not is_streamed(needed / (share - 0.01))
-    if mode == "auto":
-        assert is_streamed(needed / (share + 0.01))
-    else:
-        assert not is_streamed(needed)
-        with pytest.raises(UserError, match="lower --train-samples"):
-            is_streamed(needed - 1)
+    assert not is_streamed("auto", here=2) and not is_streamed("memory", here=3)
+    assert not caplog.messages
+    assert is_streamed("auto", here=3)
+    (line,) = caplog.messages
+    assert line.startswith("images are decoded while training: those of this machine's ranks take")
 
 
 def test_what_is_no_file_is_streamed_as_well():

@@ -184,21 +184,6 @@ def test_numbers_and_names_of_classes(made):
         assert classes(none) == (3, ())
 
 
-def test_images_that_change_with_each_reading_are_told_and_no_other_data_set(made, caplog):
-    class Noisy(Own):
-        def __getitem__(self, index: int) -> Any:
-            image, label = super().__getitem__(index)
-            return np.random.randint(0, 255, image.shape).astype(np.uint8), label
-
-    kinds = [Noisy([np.zeros((3, 4, 4), dtype=np.uint8)] * 6, [0, 1] * 3) for _ in range(2)]
-    caplog.set_level("INFO")
-    assert made(kinds[0]).digest == made(kinds[1]).digest
-    assert "[0], " in caplog.text and "changed between two readings" in caplog.text
-    caplog.clear()
-    made(Own([np.zeros((3, 4, 4), dtype=np.uint8)] * 6, [0, 1] * 3))
-    assert "changed" not in caplog.text
-
-
 def test_images_are_mirrored_unless_their_data_set_says_no(made):
     assert [made(items(**a)).flip for a in ({}, {"flip": True}, {"flip": False})] == [1, 1, 0]
     assert made([(np.zeros((3, 32, 32), np.uint8), 0)]).pad == 4

@@ -10,7 +10,6 @@ from torch import nn
 from prunex_mpi.data.text_files import UNKNOWN, Tokenizer
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.standalone import Sizes
-from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.shrink import shrink, smaller_sizes
 
@@ -28,7 +27,7 @@ def built(name: str) -> nn.Module:
 
 def pruned(model: nn.Module, keep: float = 0.5, layer: str = "") -> tuple[nn.Module, Sizes]:
     """Return a network that keeps as many groups of each set, or fewer of one, and its sizes."""
-    coupling = find_coupling(model, TOKENS, Rules())
+    coupling = find_coupling(model, TOKENS)
     removed, rng = np.ones(coupling.total, dtype=bool), np.random.default_rng(0)
     for s in coupling.sets:
         left = 1 if s.name == layer else int(np.ceil(keep * s.count))

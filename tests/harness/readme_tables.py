@@ -15,8 +15,8 @@ point; and every whole number with a thousands separator or before MiB, %, s or 
 may be a figure of a table rounded as well. Other whole numbers (4 bits, T = 16) and settings, which
 stand in backticks, need not be measured, and what is worked out from figures is written in words
 (half, a fifteenth) or outside of the block. `NAME_at_20_Mbit.json` has the same rows over a link of
-that rate: a column of the table `steps` of NAME. The table `links` has seconds of whole runs as
-`--target` tells them: computing as measured, and the bytes at the rate of a link. The tables
+that rate: a column of the table `steps` of NAME. The table `links` has seconds of whole runs:
+computing as measured, and the bytes at the rate of a link. The tables
 `equal-samples`, `equal-bytes` and `equal-seconds` are those of `report`.
 """
 

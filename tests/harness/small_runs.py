@@ -59,7 +59,7 @@ def small_run(
 ) -> Iterator[RunContext]:
     """Have what a rank works on in a run of `scenario`; `place` is its device, and how it sends."""
     settings = make(**{**COMMON, **SCENARIOS[scenario], **changes})
-    dataset = load_dataset(topology, Request.of(settings), device=place[0])
+    dataset = load_dataset(topology, Request.of(settings))
     context = assemble(topology, settings, dataset, *place, heartbeat or Heartbeat())
     with (
         stop_agreement(topology.world, ReceivedSignal(), None) as stop,

@@ -68,10 +68,6 @@ def our_llama(vocab_size: int, context: int) -> nn.Module:
     return ours(vocab_size, context, "rms", "rotary", "swiglu", "gqa", "untied")
 
 
-def our_gpt2(vocab_size: int, context: int) -> nn.Module:
-    return ours(vocab_size, context)
-
-
 class HandNorm(nn.Module):
     """RMSNorm as in the code of Llama's authors."""
 

@@ -20,10 +20,9 @@ from torch import nn
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_squared_norms, select
-from prunex_mpi.pruning.removable import attempt, find_rules
+from prunex_mpi.pruning.removable import attempt, find_tried
 
 NAMES = Path(__file__).with_name("timm_names.txt")
 LARGEST = 32e6
@@ -58,11 +57,10 @@ def look_at(name: str) -> dict[str, object]:
     model, inputs = build(name)
     start = time.process_time()
     try:
-        rules = find_rules(model, inputs)
+        coupling = find_tried(model, inputs)
     except UserError as error:
         seconds = round(time.process_time() - start, 1)
         return {"name": name, "refused": str(error), "seconds": seconds}
-    coupling = find_coupling(model, inputs, rules)
     seconds = time.process_time() - start
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
@@ -74,13 +72,11 @@ def look_at(name: str) -> dict[str, object]:
     for line in coupling.excluded:
         layer, _, reason = line.partition(" [coupled]: ")
         reasons[reason] += model.get_parameter(layer).numel()
-    calls = rules.arguments | rules.all_before
     return {
         "name": name,
         "left": round(kept / layout.numel, 3),
         "seconds": round(seconds, 1),
-        "failure": failure and failure.reason,
-        "pins": sorted({type(model.get_submodule(name)).__name__ for name, *_ in calls}),
+        "failure": failure,
         "stays": {k: round(n / layout.numel, 3) for k, n in reasons.most_common(4)},
     }
 

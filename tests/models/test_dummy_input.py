@@ -5,9 +5,11 @@ import torch
 from text_nets import FACTORIES, OURS, TOKENS
 from torch import Tensor, nn
 
+from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.dummy_input import (
     Ends,
+    as_read,
     dummy_input,
     evaluating,
     find_ends,
@@ -180,3 +182,35 @@ def test_nothing_is_ahead_of_one_token_or_no_number():
     with torch.no_grad():
         model.head.weight[3] = torch.nan
     assert not reads_ahead(model, TOKENS, 1e-4)
+
+
+class Scaled(nn.Module):
+    """A layer whose outputs are scaled by a number that a batch brings along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return scale * self.layer(x)
+
+
+@pytest.mark.parametrize("form", [dict, tuple])
+def test_an_example_may_hold_numbers_beside_a_batch(form):
+    model, batch = Scaled(), {"scale": torch.tensor(2.0), "x": torch.randn(2, 3)}
+    if form is tuple:
+        batch = (batch["x"], batch["scale"])
+    read, inputs = as_read(model, batch)
+    given = inputs.draw(5, torch.float32)
+    assert torch.equal(read(given), model(given, torch.tensor(2.0)))
+
+
+@pytest.mark.parametrize("batch", [{}, (), {"x": 1}, 3, "x", torch.tensor(1.0), torch.zeros(0, 3)])
+def test_an_example_without_a_batch_is_refused_in_a_line(batch):
+    with pytest.raises(UserError, match=r"example= holds no tensor \[n, \.\.\.\] of samples"):
+        as_read(Scaled(), batch)
+
+
+def test_an_example_that_the_model_does_not_take_is_refused_in_a_line():
+    with pytest.raises(UserError, match="does not take example=: TypeError"):
+        as_read(Scaled(), {"y": torch.zeros(2, 3)})

@@ -13,7 +13,6 @@ import settings_table
 from launch import run_job, train
 
 from prunex_mpi import doctor, export, report
-from prunex_mpi.__main__ import PROGRAMS
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.base.record_keys import KINDS, PHASES, RESIDUALS
 from prunex_mpi.config import cli
@@ -112,7 +111,7 @@ def refused(words: list[str]) -> str:
     arguments = [str(ROOT / w) if w.endswith(".toml") else w for w in arguments]
     if not program:
         return ""
-    if program not in PROGRAMS:
+    if program not in PARSERS:
         return f"there is no program {program}"
     parser = PARSERS[program]
     if program == "bench" and arguments[:1] == ["compare"]:
@@ -301,7 +300,7 @@ def test_functions_of_the_equations_are_where_they_are_said_to_be():
 
 
 def test_there_are_commands_of_all_programs():
-    assert {program_of(words)[0] for words in all_commands() if program_of(words)} == set(PROGRAMS)
+    assert {program_of(words)[0] for words in all_commands() if program_of(words)} == set(PARSERS)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +329,7 @@ def test_the_check_itself_sees_what_is_wrong(text, word):
 
 def test_the_first_page_names_the_programs():
     table = READMES[0].read_text()
-    assert all(f"| `python -m prunex_mpi.{name}` |" in table for name in PROGRAMS)
+    assert all(f"| `python -m prunex_mpi.{name}` |" in table for name in PARSERS)
 
 
 DRY_RUNS = [words for words in all_commands() if "--dry-run" in words]

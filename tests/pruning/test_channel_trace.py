@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.inputs import Images
-from prunex_mpi.pruning.channel_trace import Rules, rules_of
 from prunex_mpi.pruning.coupling import Coupling, find_coupling
-from prunex_mpi.pruning.removable import attempt, find_rules
+from prunex_mpi.pruning.removable import attempt, find_tried
 
 SIDE, WIDTH, CLASSES = 8, 16, 5
 
@@ -68,13 +67,6 @@ class Assigned(Chain):
         return out
 
 
-class Mapped(Chain):
-    """Through a transform, which hides from everyone what it does."""
-
-    def between(self, x: Tensor) -> Tensor:
-        return torch.vmap(lambda y: 2 * y)(x)
-
-
 class Assembled(Chain):
     """Put together out of sizes that are written down, twice in a row."""
 
@@ -92,16 +84,13 @@ FIRST, LAST = "stem.weight", "layers.2.weight"
         (Viewed, {"conv1.weight", "conv2.weight", "fc1.weight"}),
         (Inside, {"net.conv1.weight", "net.conv2.weight", "net.fc1.weight"}),
         (Assigned, {FIRST, "layers.1.weight", LAST}),
-        (Mapped, {"layers.1.weight", LAST}),
         (Assembled, {FIRST, "layers.1.weight", LAST}),
     ],
 )
 def test_what_cannot_be_followed_stays_and_all_else_is_pruned(model, pruned):
     torch.manual_seed(0)
     network = model()
-    rules = find_rules(network, Images(SIDE))
-    assert rules_of(rules.text()) == rules
-    coupling = find_coupling(network, Images(SIDE), rules)
+    coupling = find_tried(network, Images(SIDE))
     assert {s.name for s in coupling.sets} == pruned
     for seed in range(3):
         assert attempt(network, coupling, draw(coupling, seed), Images(SIDE)) is None
@@ -115,11 +104,7 @@ def test_what_nothing_helps_is_refused_in_one_line():
             return x
 
     with pytest.raises(UserError, match="eight channels are expected"):
-        find_rules(Stated(), Images(SIDE))
-
-
-def test_an_assignment_keeps_what_it_writes_without_a_trial():
-    assert find_rules(Assigned(), Images(SIDE)) == Rules()
+        find_tried(Stated(), Images(SIDE))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,8 +293,7 @@ COUNTING = [
 
 @pytest.mark.parametrize("model", COUNTING, ids=range(len(COUNTING)))
 def test_numbers_in_code_follow_the_channels_that_are_left(model):
-    assert find_rules(model, Images(SIDE)) == Rules()
-    coupling = find_coupling(model, Images(SIDE), Rules())
+    coupling = find_tried(model, Images(SIDE))
     assert (coupling.rows["0.weight"] >= 0).all()
     for seed in range(3):
         assert attempt(model, coupling, draw(coupling, seed), Images(SIDE)) is None
@@ -372,7 +356,7 @@ CASES = [
 def test_what_is_to_be_written_instead_lets_channels_go(reason, kept, other):
     name = "3.qkv.weight" if isinstance(kept, Attention) else "0.weight"
     models = network(kept), network(other)
-    stays, goes = (find_coupling(m, Images(SIDE), find_rules(m, Images(SIDE))) for m in models)
+    stays, goes = (find_tried(m, Images(SIDE)) for m in models)
     (line,) = (line for line in stays.excluded if line.startswith(f"{name} [coupled]: {reason}"))
     # And in which module.
     assert re.search(r"in 3(\.norm)?\)$", line), line

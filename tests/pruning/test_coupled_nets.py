@@ -16,12 +16,11 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.pruning import channel_trace
-from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.masks import make_mask, pack_, unpack_
 from prunex_mpi.pruning.projection import group_squared_norms, select
-from prunex_mpi.pruning.removable import attempt, find_removable, find_rules, training_failure
+from prunex_mpi.pruning.removable import attempt, find_removable, find_tried, training_failure
 from prunex_mpi.pruning.shrink import sizes_in_all, smaller_sizes, smaller_tensors
 
 CLASSES = 5
@@ -40,7 +39,7 @@ def coupling_of(name: str) -> Coupling:
     """Return which channels of a network go together, found once for all tests."""
     torch.manual_seed(0)
     model = standalone.build(describe(name)).eval()
-    return find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
+    return find_tried(model, Images(SIDE))
 
 
 @torch.no_grad()
@@ -93,7 +92,7 @@ def test_what_became_smaller_becomes_smaller_again(name, tmp_path):
     standalone.resize_(model, before)
     standalone.fill_(model, tensors)
     # What export finds on such a network.
-    coupling = find_coupling(model, Images(SIDE), find_rules(model, Images(SIDE)))
+    coupling = find_tried(model, Images(SIDE))
     second = np.zeros(coupling.total, dtype=bool)
     for s in coupling.sets:
         second[s.start + s.count - 1] = s.count > 1
@@ -173,9 +172,7 @@ class Beside(nn.Module):
 
 def test_where_a_modules_code_states_its_width_it_gets_another():
     model = Beside().eval()
-    rules = find_rules(model, Images(4))
-    assert rules == Rules()
-    coupling = find_coupling(model, Images(4), rules)
+    coupling = find_tried(model, Images(4))
     assert {s.name for s in coupling.sets} == {"first.weight", "up.weight", "fixed.into.weight"}
 
 
@@ -191,7 +188,7 @@ def test_a_number_that_counts_two_sizes_gets_both():
             return self.last(torch.cat([*parts, self.third(x).flatten(2)], dim=1).mean(dim=2))
 
     model = Twice().eval()
-    coupling = find_coupling(model, Images(4), find_rules(model, Images(4)))
+    coupling = find_tried(model, Images(4))
     assert len(coupling.sets) == 3 and coupling.total == 24
 
 
@@ -208,15 +205,14 @@ def test_pieces_lose_channels_apart_and_none_becomes_empty():
             return self.last(torch.cat(found, dim=1).mean(dim=(2, 3)))
 
     model = Pieces().eval()
-    assert find_rules(model, Images(4)) == Rules()
-    coupling = find_coupling(model, Images(4), Rules())
+    coupling = find_tried(model, Images(4))
     assert [(s.name, s.count) for s in coupling.sets][:4] == [("first.weight", 2)] * 4
 
 
 @torch.no_grad()
 def test_what_only_a_norm_reads_stays():
     model = encoder_norm_first(CLASSES, SIDE).eval()
-    coupling = find_coupling(model, Images(SIDE), Rules())
+    coupling = find_coupling(model, Images(SIDE))
     for key, ids in coupling.columns.items():
         model.get_parameter(key)[:, torch.from_numpy(ids == 0)] = 0
     assert coupling.rows["patch.weight"][0] == 0
@@ -244,9 +240,7 @@ class Bottleneck(nn.Module):
 def test_whatever_is_removed_the_code_runs():
     """Of the width and of the heads the same share goes in the first trial."""
     model = Bottleneck(48, 4).eval()
-    rules = find_rules(model, Images(SIDE))
-    assert rules == Rules()
-    coupling = find_coupling(model, Images(SIDE), rules)
+    coupling = find_tried(model, Images(SIDE))
     for seed in range(5):
         assert attempt(model, coupling, draw(coupling, seed), Images(SIDE)) is None
 
@@ -266,7 +260,7 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(monkeypatch):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.middle(self.first(x)).mean((2, 3)))
 
-    coupling = find_coupling(Averaged(), Images(SIDE), Rules())
+    coupling = find_coupling(Averaged(), Images(SIDE))
     assert [s.name for s in coupling.sets] == ["first.weight"]
     assert any("mean mixes it with others" in line for line in coupling.excluded)
 
@@ -274,9 +268,8 @@ def test_a_call_that_nobody_has_thought_of_pins_what_it_gets(monkeypatch):
 def test_a_train_that_returns_nothing_is_no_obstacle():
     model = train_returns_nothing(CLASSES, SIDE)
     model.train()
-    rules = find_rules(model, Images(SIDE))
-    assert rules == Rules() and model.training and not model[1].training
-    coupling = find_coupling(model, Images(SIDE), rules)
+    coupling = find_tried(model, Images(SIDE))
+    assert model.training and not model[1].training
     assert training_failure(model, coupling, Images(SIDE)) == ""
 
 
@@ -290,4 +283,4 @@ def test_what_torch_has_compiled_is_refused_in_one_line(whole):
     else:
         model = nn.Sequential(nn.Conv2d(3, 8, 1), torch.jit.script(body), *ends)
     with pytest.raises(UserError, match=r"torch\.jit has compiled"):
-        find_rules(model, Images(4))
+        find_tried(model, Images(4))

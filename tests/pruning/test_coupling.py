@@ -15,7 +15,6 @@ from prunex_mpi.base.errors import UserError
 from prunex_mpi.models.build import build_model
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout
-from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import find_coupling
 from prunex_mpi.pruning.groups import find_groups
 
@@ -274,7 +273,7 @@ def test_channels_that_became_a_single_group_are_named():
 @pytest.mark.parametrize("layers", [True, False])
 def test_attention_offers_its_heads_and_where_layers_alone_are_pruned_keeps_its_width(layers):
     model = build_model("vit_tiny", Images(16, 4))
-    found = find_coupling(model, Images(16), Rules(layers=layers))
+    found = find_coupling(model, Images(16), layers=layers)
     names = [f"encoder.layers.encoder_layer_{i}" for i in range(6)]
     width = [] if layers else [("conv_proj.weight", 192, 1)]
     assert [(s.name, s.count, s.unit) for s in found.sets] == width + [

@@ -9,7 +9,6 @@ from torchvision.models import VisionTransformer
 
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.layout import build_layout, flatten_
-from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.lasso import (
@@ -21,7 +20,6 @@ from prunex_mpi.pruning.lasso import (
 
 CPU = torch.device("cpu")
 SIDE = 8
-LAYERS = Rules(layers=True)
 
 
 def flat_net():
@@ -48,7 +46,7 @@ def uneven(model, side):
 
 
 def traced(model, side):
-    return find_coupling(model, Images(side), LAYERS)
+    return find_coupling(model, Images(side), layers=True)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,7 @@ def test_groups_of_each_layer_are_rows_and_columns_of_its_weight(make, find):
 def test_what_is_emptied_and_what_stays():
     model = flat_net()
     layout = build_layout(model)
-    coupling = find_coupling(model, Images(SIDE), LAYERS)
+    coupling = find_coupling(model, Images(SIDE), layers=True)
     groups = find_groups(model, layout, ("coupled",), (1.0,), coupling=coupling)
     theta, _ = flatten_(model, layout)
     mask = np.array([True, True, True, True, True, False])

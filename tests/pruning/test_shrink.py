@@ -14,7 +14,7 @@ from prunex_mpi.models.build import describe
 from prunex_mpi.models.inputs import Images
 from prunex_mpi.models.slim import CALLS
 from prunex_mpi.pruning.coupling import find_coupling
-from prunex_mpi.pruning.removable import find_removable, find_rules
+from prunex_mpi.pruning.removable import find_removable, find_tried
 from prunex_mpi.pruning.shrink import shrink, smaller_sizes
 from prunex_mpi.tools.export_proof import EXACT, ROUNDINGS
 
@@ -105,7 +105,7 @@ class OwnLinear(nn.Module):
 @torch.no_grad()
 def test_a_parameter_of_a_users_own_module_becomes_smaller():
     model = nn.Sequential(nn.Flatten(), OwnLinear(48, 4), nn.Linear(4, 2)).eval()
-    coupling = find_coupling(model, Images(4), find_rules(model, Images(4)))
+    coupling = find_tried(model, Images(4))
     smaller = shrink(model, coupling, np.arange(coupling.total) == 1)
     assert smaller[1].weight.shape == (3, 48)
 
@@ -124,7 +124,7 @@ def test_channels_that_cannot_be_missed_are_refused_before_training():
     model = Wrong()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with pytest.raises(UserError, match=r"the outputs differ by .* choose another --model"):
-        find_rules(model, Images(4))
+        find_tried(model, Images(4))
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 
 
@@ -152,13 +152,13 @@ class SingleAtLast(Tied):
 
 def test_channels_are_tried_in_float64():
     with pytest.raises(UserError, match="the outputs differ by 2e-08"):
-        find_rules(AlmostRight(), Images(4))
+        find_tried(AlmostRight(), Images(4))
 
 
 @pytest.mark.parametrize("kind", [Tied, Single, SingleAtLast])
 def test_channels_that_can_be_missed_pass(kind):
     model = kind()
-    find_rules(model, Images(4))
+    find_tried(model, Images(4))
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
@@ -167,7 +167,7 @@ def test_a_model_that_needs_its_channels_is_refused_in_its_own_dtype():
         pass
 
     with pytest.raises(UserError, match="the outputs differ by"):
-        find_rules(Both(), Images(4))
+        find_tried(Both(), Images(4))
 
 
 @pytest.mark.parametrize(("factory", "number"), [(vit, "hidden_dim"), (timm_vit, "num_heads")])

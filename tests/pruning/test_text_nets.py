@@ -16,11 +16,10 @@ from prunex_mpi.models import standalone
 from prunex_mpi.models.build import build_model, describe
 from prunex_mpi.models.layout import build_layout
 from prunex_mpi.models.slim import SlimNorm, as_rms_norm, doubled
-from prunex_mpi.pruning.channel_trace import Rules
 from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.groups import find_groups
 from prunex_mpi.pruning.projection import group_squared_norms, select, with_budget
-from prunex_mpi.pruning.removable import find_removable, find_rules
+from prunex_mpi.pruning.removable import find_removable, find_tried
 from prunex_mpi.pruning.shrink import shrink, sizes_in_all, smaller_sizes
 
 EXACT = 1e-9
@@ -36,10 +35,7 @@ def build(name: str) -> nn.Module:
 @cache
 def coupling_of(name: str) -> Coupling:
     """Return which channels of a network go together, found once for all tests."""
-    model = build(name)
-    rules = find_rules(model, TOKENS)
-    assert rules == Rules()
-    return find_coupling(model, TOKENS, rules)
+    return find_tried(build(name), TOKENS)
 
 
 NAMES = [
@@ -71,7 +67,7 @@ def test_what_is_left_computes_the_same(name, tmp_path):
     short = tokens[:, :5]
     torch.testing.assert_close(doubled(smaller)(short), doubled(model)(short), rtol=0, atol=limit)
     # In training it becomes smaller once more.
-    again = find_coupling(smaller, TOKENS, find_rules(smaller, TOKENS))
+    again = find_tried(smaller, TOKENS)
     second = draw(again)
     mask_(smaller, again, second)
     last = shrink(smaller, again, second)
@@ -84,7 +80,7 @@ def test_what_is_left_computes_the_same(name, tmp_path):
 @pytest.mark.parametrize("name", [*OURS, *FACTORIES])
 def test_half_of_the_groups_leave_little_more_than_a_quarter(name):
     model = build(name)
-    coupling = find_coupling(model, TOKENS, Rules())
+    coupling = find_coupling(model, TOKENS)
     layout = build_layout(model)
     groups = find_groups(model, layout, ("coupled",), (0.5,), coupling=coupling)
     assert all("the network's" in reason for reason in groups.excluded)
@@ -122,8 +118,7 @@ def test_a_cache_and_checkpoints_of_activations_cost_no_channels(kind, block):
     model = kind(build("text_nets:llama").model)
     layers = model.model.model.layers
     model.model.model.layers = nn.ModuleList(map(block, layers))
-    assert find_rules(model, TOKENS) == Rules()
-    coupling = find_coupling(model, TOKENS, Rules())
+    coupling = find_tried(model, TOKENS)
     assert coupling.total == coupling_of("text_nets:llama").total
     removed = draw(coupling)
     mask_(model, coupling, removed)
@@ -134,7 +129,7 @@ def test_a_cache_and_checkpoints_of_activations_cost_no_channels(kind, block):
 
 def test_queries_go_with_the_keys_and_values_that_they_share():
     model = build("gpt_nano-gqa-rotary")
-    coupling = find_coupling(model, TOKENS, Rules())
+    coupling = find_coupling(model, TOKENS)
     heads = next(s for s in coupling.sets if s.name.endswith("0.attention.queries.weight"))
     assert (heads.count, heads.unit) == (2, 64)
     rows = [coupling.rows[f"blocks.0.attention.{n}.weight"] for n in ("queries", "keys", "values")]

@@ -85,7 +85,7 @@ def program(method: str, settings: dict[str, Any], ranks_per_node: int = 1) -> I
     """Have the program's nodes and what a rank works on."""
     with nodes_of(ranks_per_node) as topology:
         around = topology, program_settings(method, settings), CPU, TRANSPORT, Heartbeat()
-        dataset = load_dataset(topology, Request.of(around[1]), around[-1], CPU)
+        dataset = load_dataset(topology, Request.of(around[1]), around[-1])
         yield topology, assemble(topology, around[1], dataset, *around[2:])
 
 

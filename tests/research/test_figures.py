@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded import BROADCAST, make_run, write_lines
+from recorded import BROADCAST, make_run
 from refused import refused_by
 from safetensors.numpy import save_file
 
 from prunex_mpi import bench
-from prunex_mpi.base.errors import UNREADABLE, USAGE, UserError
+from prunex_mpi.base.errors import UNREADABLE, USAGE
 from prunex_mpi.research import figures
-from prunex_mpi.research.figures import FIGURES, Drawn, by_name, scaling
+from prunex_mpi.research.figures import FIGURES, Drawn, by_name
 from prunex_mpi.tools.report.curves import styled
-from prunex_mpi.tools.report.read_runs import Run, read_run
+from prunex_mpi.tools.report.read_runs import read_run
 
 pytestmark = pytest.mark.any_mpi
 
@@ -42,12 +42,7 @@ def below(drawn: Drawn) -> dict[str, tuple[str, str]]:
     return {what: (here, paper) for what, here, paper in drawn.rows}
 
 
-def named(*runs: Run) -> dict[str, Run]:
-    """Return runs by any names."""
-    return {f"run {number}": run for number, run in enumerate(runs)}
-
-
-@pytest.mark.parametrize("number", [n for n in FIGURES if n != "9"])
+@pytest.mark.parametrize("number", FIGURES)
 def test_each_figure_is_one_command(number, run, tmp_path, capsys):
     file = tmp_path / f"figure {number}.png"
     assert draw(number, run, "--output", file) == 0
@@ -92,40 +87,6 @@ def test_the_split_of_communication_is_that_of_the_leaders(run: Path) -> None:
     assert below(drawn)["prunex, broadcast in the node"][1] == "13.8 %"
 
 
-def scaled(path: Path, ranks: int, local_s: float, **settings: object) -> Path:
-    """Fabricate a run of so many ranks whose local steps take so long."""
-    make_run(path, iterations=5, nodes=(1,) * ranks, **settings)
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line["seconds"] = {"local": local_s, "inter": 0.0, "evaluate": 9.0, "total": local_s + 9}
-    (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    return path
-
-
-def test_scaling_is_measured_over_ranks(tmp_path):
-    runs = [read_run(scaled(tmp_path / str(n), n, 6.0 / n**0.5, batch_size=8 * n)) for n in (4, 1)]
-    with styled():
-        drawn = scaling(named(*runs))
-    here, paper = below(drawn)["prunex resnet20 digits by epochs"]
-    assert here == "2.00 on 4 times as many ranks (1 to 4), 50 %" and paper.startswith("6.75")
-    # A longer run of another batch is no other method: what differs is named.
-    assert drawn.notes[1] == "The runs differ in batch-size and ranks of each node."
-    (panel,) = drawn.figure.axes
-    assert panel.lines[0].get_xydata().tolist() == [[1, 1], [4, pytest.approx(2)]]
-
-
-def test_runs_whose_work_or_ranks_change_have_no_place_in_scaling(tmp_path):
-    run = read_run(scaled(tmp_path / "run", 2, 1.0))
-    growing = read_run(scaled(tmp_path / "qsr", 4, 1.0, method="qsr"))
-    with pytest.raises(UserError, match=r"not all outer iterations of .*qsr' have as many"):
-        scaling(named(run, growing))
-    lines = [json.loads(line) for line in (run.path / "ranks.jsonl").read_text().splitlines()]
-    fewer = make_run(tmp_path / "fewer", iterations=1, nodes=(1,)) / "ranks.jsonl"
-    write_lines(run.path / "ranks.jsonl", [*lines, json.loads(fewer.read_text())])
-    with pytest.raises(UserError, match=r"the ranks of .* changed \(1 and 2\)"):
-        scaling(named(run))
-
-
 def test_patterns_are_those_of_the_weights(run):
     with styled():
         drawn = figures.patterns(read_run(run))
@@ -142,7 +103,6 @@ def test_patterns_are_those_of_the_weights(run):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("9 RUN", "different numbers of ranks"),
         ("8 OLD", "any communication in ranks.jsonl"),
         ("10 OLD", "residuals of each rank"),
         ("11 BARE", "residuals in layers.jsonl"),
@@ -150,7 +110,7 @@ def test_patterns_are_those_of_the_weights(run):
         ("13 DAMAGED", "is damaged"),
         ("13 PIPE", "not a regular file"),
         ("10 RUN OLD", "of one run"),
-        ("14 RUN", "no figure '14'"),
+        ("9 RUN", "no figure '9'"),
         ("8 RUN --output x.txt", ".svg, .png or .pdf"),
         ("8 NOWHERE", "there is no run"),
         ("8", "required: RUN"),

@@ -64,7 +64,6 @@ LOCAL_STEPS = "local-steps = 4\ngrid = {lr = [0.1, 0.2]}"
         ("--methods dense --dir d --rows dense --reveal", ["--reveal", "--rows"]),
         ("--methods dense --resume", ["--resume", "--dir"]),
         ("--methods dense --val-split 0", ["val-split 0", "held out"]),
-        ("--methods dense --target 0", ["--target", "'0'"]),
         ("--methods dense --dir d --reveal", ["--reveal", "[protocol]"]),
         ("--methods dense --reveal", ["--reveal", "--dir"]),
     ],

@@ -3,18 +3,15 @@
 import errno
 import json
 import os
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import own_data
 import pytest
 import torch
 from image_folders import write_folder, write_tars
 from jobs import run_job_here
 from nodes import WORLD, nodes_of
-from own_data import Own
 from torch import nn
 
 from prunex_mpi.base.errors import UNREADABLE, UserError
@@ -23,10 +20,8 @@ from prunex_mpi.comm.agreement import broadcast_text
 from prunex_mpi.comm.collectives import build_transport, mpi_buffer
 from prunex_mpi.config.resolve import make
 from prunex_mpi.data import image_files, sources
-from prunex_mpi.data.decoding import Streamed
 from prunex_mpi.data.request import Request
-from prunex_mpi.run import problem
-from prunex_mpi.run.problem import CPU, build_problem, free_room, load_dataset, share_contents
+from prunex_mpi.run.problem import CPU, build_problem, load_dataset, share_contents
 
 
 @pytest.fixture
@@ -68,18 +63,6 @@ def test_each_folder_and_each_tar_file_is_read_by_one_rank(name, places, monkeyp
     assert share_contents(WORLD, Request(dataset="digits"), Heartbeat()) == {}
 
 
-@pytest.mark.mpi
-def test_items_in_another_order_on_each_rank_are_refused(monkeypatch):
-    images = [np.full((3, 8, 8), 3 * number, dtype=np.uint8) for number in range(80)]
-    turned = Own(images[2 * WORLD.rank :] + images[: 2 * WORLD.rank], [0, 1] * 40)
-    monkeypatch.setattr(own_data, "made", lambda data_dir, train: turned, raising=False)
-    settings = make(model="resnet8", dataset="own_data:made")
-    refused = pytest.raises(UserError, match="order, names, labels")
-    with nodes_of(1) as topology, refused as caught:
-        load_dataset(topology, Request.of(settings))
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.any_mpi
 @pytest.mark.mpi
 def test_no_class_folder_is_read_twice_by_the_ranks_of_a_job_or_of_a_dry_run(places, monkeypatch):
@@ -118,25 +101,6 @@ def test_a_class_folder_that_one_rank_cannot_read_ends_all(places, monkeypatch):
     with pytest.raises(UserError, match=f"cannot read folder {refused}: Permission") as caught:
         share_contents(WORLD, request("imagefolder", places), Heartbeat())
     assert caught.value.exit_code == UNREADABLE
-
-
-@pytest.mark.any_mpi
-@pytest.mark.mpi
-def test_ranks_share_what_is_free_on_their_gpus(monkeypatch):
-    """Torch has 50 bytes of its own, 20 of them in use; other programs have left 1000 or more."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 + 100 * WORLD.rank, 8000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 50)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20)
-    monkeypatch.setattr(problem, "gpu_identity", lambda _: "the only one")
-    with nodes_of(2) as topology:
-        assert free_room(topology, torch.device("cuda:0")) == 1030 // WORLD.size
-        assert free_room(topology, CPU) is None
-        monkeypatch.setattr(problem, "gpu_identity", lambda _: f"that of rank {WORLD.rank}")
-        assert free_room(topology, torch.device("cuda:0")) == 1030
-        monkeypatch.setattr(problem, "free_room", lambda *_: 100)
-        settings = make("recipe", dataset="synthetic", train_samples=64, image_size=8)
-        with closing(load_dataset(topology, Request.of(settings))) as dataset:
-            assert isinstance(dataset.train.images, Streamed)
 
 
 @pytest.mark.any_mpi

@@ -27,10 +27,9 @@ from prunex_mpi.tools.report.comparison import (
 )
 from prunex_mpi.tools.report.comparison_tables import (
     equal_tables,
-    first_held,
     results_table,
-    target_table,
-    tuning_table,
+    seconds_at,
+    tuning_tables,
 )
 
 
@@ -125,7 +124,7 @@ def test_a_comparison_is_the_same_when_it_is_read_back(tmp_path):
     written = json.loads(json.dumps(asdict(found)))
     assert comparison_from(written) == found
     # Files of before have more, which is left out.
-    written |= {"data": "", "own_length": []}
+    written |= {"data": "", "own_length": [], "targets": [0.7]}
     written["tunings"][0]["chance"] = True
     written["outcomes"][0]["settings"] = "0123"
     written["outcomes"][0]["measured"] |= {"weights": 80, "forward_spread": 0.1}
@@ -153,7 +152,7 @@ def test_a_table_of_trials_shows_all_of_them_and_what_is_at_the_edge():
         tuning("dgc", _2=None),
     )
     found = comparison(outcomes("dense", "topk", "dgc"), tunings=tunings)
-    table = tuning_table(found)
+    (table,) = tuning_tables(found)
     assert column(table, "chosen") == ["lr 2.0, x a", "lr 8.0, x a", "none"]
     assert column(table, "at the edge") == ["no", "lr", "no"]
     assert column(table, "trials")[1] == "lr 2.0, x a: diverged; lr 8.0, x a: 12.5"
@@ -168,11 +167,6 @@ def test_networks_with_a_loss_alone_are_compared_by_it():
     assert "1.500" in format_table(table) and "100.00" in format_table(table)
     trials = Tuning("a", tuple(runs))
     assert trials.best == 1
-    curve = tuple(
-        replace(p, accuracy=None, loss=loss) for p, loss in zip(RAN.curve, (2.0, 1.5), strict=True)
-    )
-    assert first_held(curve, 2.0) == curve[0]
-    assert first_held(curve, 1.5) is None
 
 
 def test_what_was_revealed_is_shown_in_place_of_validation():
@@ -181,33 +175,6 @@ def test_what_was_revealed_is_shown_in_place_of_validation():
     assert column(table, "test accuracy %") == pytest.approx([40, 40])
     assert column(table, "validation") == [50, 50]
     assert any("plan x" in note and "2026" in note for note in table.notes)
-
-
-def test_the_time_to_a_target_is_computing_and_bytes_on_a_link():
-    points = [(1, 0.3, 10**6), (2, 0.8, 2 * 10**6), (3, 0.6, 3 * 10**6), (4, 0.8, 4 * 10**6)]
-    points += [(5, 0.9, 5 * 10**6)]
-    curve = tuple(Point(a, 1.0, k, sent, 9.0 * k, 2.0 * k) for k, a, sent in points)
-    assert first_held(curve, 0.7) == curve[3]
-    runs = [
-        *outcomes("dense", curve=curve),
-        Outcome("dense", 1, 0.1, replace(RAN, curve=curve[:3])),
-        *outcomes("behind", curve=curve, hidden=0.5),
-    ]
-    table = target_table(comparison(runs, seeds=(0, 1)), 0.7)
-    dense, overlapped = cells(table, "dense"), cells(table, "behind")
-    assert dense["seeds"] == "1 of 2"
-    assert dense["sent MiB"] == pytest.approx(4e6 / 2**20)
-    # 4 MB at 2.5 MB/s; half of 8 seconds of computing hides them.
-    assert dense["s at 20 Mbit/s"] == pytest.approx(8 + 1.6)
-    assert dense["s at 1 Gbit/s"] == pytest.approx(8 + 0.032)
-    assert overlapped["s at 20 Mbit/s"] == 8
-    assert cells(target_table(comparison(runs), 0.95), "dense")["sent MiB"] is None
-    # Files of before do not tell computing from messages.
-    for run in runs:
-        curve = tuple(replace(p, compute_s=None) for p in run.measured.curve)
-        old = comparison([replace(run, measured=replace(run.measured, curve=curve))])
-        found = cells(target_table(old, 0.0), run.row)
-        assert found["sent MiB"] is not None and found["s at 20 Mbit/s"] is None
 
 
 def test_tables_hold_means_over_seeds_and_say_what_diverged():
@@ -265,6 +232,12 @@ def course(*points: tuple[int, float, float, float]) -> tuple[Point, ...]:
         Point(accuracy, 1.0, k, int(mib * 2**20), train_s, compute_s)
         for k, (mib, train_s, compute_s, accuracy) in enumerate(points, 1)
     )
+
+
+def test_overlapping_steps_hide_bytes_on_a_link():
+    # 4 MB at 2.5 MB/s; half of 8 seconds of computing hides them.
+    assert seconds_at(0.02, RAN, 8.0, 4_000_000) == pytest.approx(8 + 1.6)
+    assert seconds_at(0.02, replace(RAN, hidden=0.5), 8.0, 4_000_000) == 8
 
 
 def test_rows_stand_beside_each_other_at_equal_budgets():
@@ -333,13 +306,13 @@ def test_what_has_no_accuracy_is_drawn_by_its_loss_the_lowest_first():
 def test_a_comparison_is_its_tables_and_its_pictures(tmp_path, monkeypatch):
     runs = [*outcomes("dense", "a $b"), Outcome("wild", 0, 0.1, None, "the loss is nan")]
     found = comparison(runs, title="Some methods", machine={"processor": "a fast one"})
-    write_json(str(tmp_path / "found.json"), {"comparison": asdict(replace(found, targets=(0.4,)))})
+    write_json(str(tmp_path / "found.json"), {"comparison": asdict(found)})
     monkeypatch.chdir(tmp_path)
     assert report.main(["found.json"]) == 0
     page = (tmp_path / "report.html").read_text()
     for words in (
         *("Some methods", "a fast one", "wild, seed 0, diverged: the loss is nan"),
-        *("At equal samples", "At equal bytes", "At equal seconds", "To 40 % accuracy"),
+        *("At equal samples", "At equal bytes", "At equal seconds"),
     ):
         assert words in page
     assert page.count("<img ") == 3

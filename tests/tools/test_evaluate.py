@@ -128,8 +128,7 @@ def test_none_of_the_images_to_train_on_is_decoded(monkeypatch):
         )
         assert run_job_here(settings) == 0
         summary = json.loads((run / "summary.json").read_text())
-        # More than one image does not fit into memory.
-        monkeypatch.setattr(datasets, "memory_limit", lambda: (8 * 32 + 200, "this machine has"))
+        monkeypatch.setattr(datasets, "MOST_IN_MEMORY", 0)
         monkeypatch.setattr(image_files, "as_uint8", spy)
         threads = Mock(side_effect=decoding_threads)
         for program in (evaluate_network, finished_run):

@@ -55,7 +55,7 @@ def read_elsewhere(folders: list[str], tokens: torch.Tensor, text: str) -> list[
 def test_every_kind_goes_back_as_its_own_class(tmp_path):
     # A third of 32 channels is 11, which two heads do not divide.
     cases = [("llama_tied", 0.34), ("qwen2", 0.5), ("our_llama", 0.5)]
-    cases += [("our_gpt2", None), ("gpt2", None)]
+    cases += [("gpt2", None)]
     smaller = [pruned(built(name), keep)[0] if keep else built(name) for name, keep in cases]
     folders = []
     for (name, _), model in zip(cases, smaller, strict=True):
@@ -64,7 +64,7 @@ def test_every_kind_goes_back_as_its_own_class(tmp_path):
         folders.append(str(tmp_path / name / "transformers"))
     found = read_elsewhere(folders, WINDOWS, TEXT)
     kinds = [kind.removesuffix("ForCausalLM") for kind, *_ in found]
-    assert kinds == ["Llama", "Qwen2", "Llama", "GPT2LMHeadModel", "GPT2LMHeadModel"]
+    assert kinds == ["Llama", "Qwen2", "Llama", "GPT2LMHeadModel"]
     every = zip(found, cases, smaller, strict=True)
     for (_, logits, made, text, decoded), (name, _), model in every:
         wanted, tokenizer = model(WINDOWS), tokenizer_of(name)
@@ -92,9 +92,10 @@ def test_a_plain_class_of_the_smaller_widths_computes_something_else():
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: pruned(built("our_gpt2"))[0], "LayerNorm takes the mean of all channels"),
+        (lambda: pruned(built("gpt2"))[0], "LayerNorm takes the mean of all channels"),
         (lambda: built("by_hand"), "no gpt_* and no language model"),
-        (lambda: ours(19, 8, "rotary", "gqa"), "gpt_*-rotary-gqa is no class"),
+        (lambda: ours(19, 8), "gpt_*-rms-rotary-swiglu alone"),
+        (lambda: ours(19, 8, "rotary", "gqa"), "gpt_*-rms-rotary-swiglu alone"),
         (
             lambda: pruned(built("llama"), layer="model.model.layers.1.mlp.gate_proj.weight")[0],
             "layers have 1 and 24 channels in up_proj.weight, and a config states one",
@@ -105,6 +106,12 @@ def test_what_no_class_computes_is_refused(model, reason):
     with pytest.raises(UserError, match="--transformers: ") as raised:
         convert(model(), TOKENS)
     assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["our_llama", "gpt2"])
+def test_windows_of_a_single_token_are_proved(name, tmp_path):
+    line = write_transformers(tmp_path, built(name), WINDOWS[:, :1], CHARS, 0.0)
+    assert "1 greedy tokens" in line
 
 
 def test_a_tokenizer_that_becomes_another_is_refused(tmp_path):

@@ -44,10 +44,6 @@ class Quality:
         """What tables show: the accuracy in percent, or the loss."""
         return self.loss if self.accuracy is None else 100 * self.accuracy
 
-    def reaches(self, target: float) -> bool:
-        """Return whether it is at or above the accuracy `target`, or at or below that loss."""
-        return self.loss <= target if self.accuracy is None else self.accuracy >= target
-
 
 @dataclass(frozen=True)
 class Point(Quality):
@@ -174,7 +170,7 @@ class Comparison:
 
     `plan` is a digest of the plan, `protocol` what it says of tuning and seeds, `revealed` when the
     test data were looked at, or "" where they were not; files of before have none of these, and
-    are of test images. The tables show bytes and seconds to each of `targets`.
+    are of test images.
     """
 
     title: str
@@ -187,7 +183,6 @@ class Comparison:
     plan: str = ""
     protocol: Mapping[str, Any] = field(default_factory=dict)
     revealed: str = ""
-    targets: tuple[float, ...] = ()
 
     @property
     def by_row(self) -> dict[str, list[Outcome]]:
@@ -376,7 +371,7 @@ def comparison_from(found: Mapping[str, Any]) -> Comparison:
         Tuning(tuning["row"], tuple(map(outcome_from, tuning["runs"])))
         for tuning in found["tunings"]
     )
-    made = {key: tuple(found.get(key, ())) for key in ("rows", "seeds", "notes", "targets")}
+    made = {key: tuple(found.get(key, ())) for key in ("rows", "seeds", "notes")}
     made |= {"tunings": tunings, "outcomes": tuple(map(outcome_from, found["outcomes"]))}
     return Comparison(**{**_known(Comparison, found), **made})
 

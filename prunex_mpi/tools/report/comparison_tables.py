@@ -1,8 +1,7 @@
-"""The tables of a comparison: what each row reached and cost, at equal budgets, to a target."""
+"""The tables of a comparison: what each row reached and cost, and at equal budgets."""
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from statistics import mean, median, stdev
 
 import numpy as np
@@ -23,13 +22,7 @@ Cost = Callable[[Measured, Point], float | None]
 
 def tables_of(found: Comparison) -> list[Table]:
     """Return all tables of a comparison."""
-    return [results_table(found), *equal_tables(found), *other_tables(found)]
-
-
-def other_tables(found: Comparison) -> list[Table]:
-    """Return how soon each target is reached, and the trials, if there were any."""
-    tables = [target_table(found, target) for target in found.targets]
-    return [*tables, tuning_table(found)] if found.tunings else tables
+    return [results_table(found), *equal_tables(found), *tuning_tables(found)]
 
 
 def shown(runs: Sequence[Outcome]) -> list[float]:
@@ -220,6 +213,11 @@ def seconds_on(gbit: float) -> Cost:
     return cost
 
 
+def seconds_at(gbit: float, measured: Measured, compute_s: float, sent_bytes: int) -> float:
+    """Return the seconds that a part of a run takes on a link of so many 10^9 bits per second."""
+    return compute_s + max(0.0, wire_s(gbit, sent_bytes) - measured.hidden * compute_s)
+
+
 def powers_between(ends: Sequence[float]) -> list[float]:
     """Return the powers of ten, in MiB, between the least and most of some bytes, else the most.
 
@@ -278,48 +276,14 @@ def _speedup(done: Sequence[Measured]) -> float | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# To a target, and trials
+# Trials
 # --------------------------------------------------------------------------------------------------
 
 
-def target_table(found: Comparison, target: float) -> Table:
-    """Return what each row has sent and how long it takes until it has reached `target`."""
-    rows = []
-    for row, runs in found.by_row.items():
-        reached = [(m, point) for m in ended(runs) if (point := first_held(m.curve, target))]
-        sent = mean(point.sent_bytes for _, point in reached) / MIB if reached else None
-        timed = [(m, p.compute_s, p.sent_bytes) for m, p in reached if p.compute_s is not None]
-        seconds = (
-            mean(seconds_at(gbit, *run) for run in timed) if timed else None
-            for gbit in LINKS.values()
-        )
-        rows.append((row, f"{len(reached)} of {len(runs)}", sent, *seconds))
-    what = f"a loss of {target:g}" if found.measure is LOSS else f"{100 * target:g} % accuracy"
-    notes = (
-        "the first evaluation on held-out data that reaches it, held at the next one; means over "
-        "the seeds that do",
-        "seconds: those of computing, as measured, and the bytes at the link's rate, of which "
-        "overlapping steps hide what they can; latency is not counted; - where they were not kept",
-    )
-    columns = ("row", "seeds", "sent MiB", *(f"s at {name}" for name in LINKS))
-    return Table(f"To {what}", columns, tuple(rows), notes)
-
-
-def first_held(curve: Sequence[Point], target: float) -> Point | None:
-    """Return the first evaluation that reaches the target, as the next one does; None if none."""
-    for here, after in pairwise(curve):
-        if here.reaches(target) and after.reaches(target):
-            return here
-    return None
-
-
-def seconds_at(gbit: float, measured: Measured, compute_s: float, sent_bytes: int) -> float:
-    """Return the seconds that a part of a run takes on a link of so many 10^9 bits per second."""
-    return compute_s + max(0.0, wire_s(gbit, sent_bytes) - measured.hidden * compute_s)
-
-
-def tuning_table(found: Comparison) -> Table:
-    """Return what each row reached in each of its trials, on data held out."""
+def tuning_tables(found: Comparison) -> list[Table]:
+    """Return the table of what each row reached in its trials, on data held out; [] without any."""
+    if not found.tunings:
+        return []
 
     def words(run: Outcome) -> str:
         return ", ".join(f"{key} {value}" for key, value in run.point.items())
@@ -335,4 +299,5 @@ def tuning_table(found: Comparison) -> Table:
         rows.append((tuning.row, chosen, edge, tried))
     columns = ("row", "chosen", "at the edge", "trials")
     what, _ = quality_names(found)
-    return Table("Trials", columns, tuple(rows), (f"{what} on data held out", *found.notes[:1]))
+    notes = f"{what} on data held out", *found.notes[:1]
+    return [Table("Trials", columns, tuple(rows), notes)]

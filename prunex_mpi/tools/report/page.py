@@ -24,7 +24,7 @@ from prunex_mpi.run.summary import closing_rows
 from prunex_mpi.settings.values import in_words
 from prunex_mpi.tools.report import curves
 from prunex_mpi.tools.report.comparison import Comparison, read_comparison, together
-from prunex_mpi.tools.report.comparison_tables import equal_tables, other_tables, results_table
+from prunex_mpi.tools.report.comparison_tables import equal_tables, results_table, tuning_tables
 from prunex_mpi.tools.report.curves import DPI, MOST_CURVES, Named, duration_words, styled
 from prunex_mpi.tools.report.read_runs import (
     ENDS,
@@ -347,7 +347,7 @@ def sections_of(found: Comparison, name: str, number: int) -> list[Section]:
     return [
         Section(name, [results_table(found)], pictures_against(found, str(number))),
         Section(f"{name}: at equal budgets", equal_tables(found)),
-        Section(f"More of {name}", [*other_tables(found), machine]),
+        Section(f"More of {name}", [*tuning_tables(found), machine]),
     ]
 
 
