@@ -323,6 +323,11 @@ def test_sbatch_requeues_a_preempted_job_which_goes_on(hosts, slurm, whole, tmp_
     assert repeatable_metrics(run) == repeatable_metrics(whole)
 
 
+def second_host(job: Job) -> str:
+    """Return the host of two that the job does not run its script on."""
+    return re.search(r"starting on 2 of 2 hosts: \S+, (\S+)", job.log())[1]
+
+
 @pytest.mark.long
 def test_an_allocation_goes_on_without_a_node(hosts, slurm, tmp_path):
     flags = [*LONGER, "--outer-iterations", "30", "--evaluate-every", "30", "--timeout", "15"]
@@ -332,11 +337,12 @@ def test_an_allocation_goes_on_without_a_node(hosts, slurm, tmp_path):
 
     wait_for(lambda: list(run.glob("checkpoints/000002-iteration-*[0-9]")), log=job.log)
     # The node comes back by itself, but not into the allocation.
-    command = f"scontrol update NodeName={hosts.hosts[1].name} State=DOWN Reason=test"
+    name = second_host(job)
+    command = f"scontrol update NodeName={name} State=DOWN Reason=test"
     job.control(*command.split())
     wait_for(lambda: summary(run).get("status") == "completed", log=job.log)
     (line,) = map(json.loads, (run / "nodes.jsonl").read_text().splitlines())
-    assert line["left"] == [hosts.hosts[1].name] and line["ranks"] == 2
+    assert line["left"] == [name] and line["ranks"] == 2
     assert line["iteration"] > 1 and line["lost_iterations"] <= 1
     assert [record["iteration"] for record in repeatable_metrics(run)] == list(range(1, 31))
 
@@ -349,8 +355,7 @@ def test_an_allocation_takes_a_node_in_again_whose_link_was_cut(hosts, slurm, tm
     run, changes = job.run, job.run / "nodes.jsonl"
 
     wait_for(lambda: list(run.glob("checkpoints/000002-iteration-*[0-9]")), log=job.log)
-    # The script runs on the first one.
-    name = re.search(r"starting on 2 of 2 hosts: \S+, (\S+)", job.log())[1]
+    name = second_host(job)
     lost = next(host for host in hosts.hosts if host.name == name)
     machines.set_link(hosts, lost, "down")
     try:
