@@ -185,8 +185,8 @@ def defaults(preset: str, method: Method, optimizer: str = "", dataset: str = ""
     # A preset for a data set knows better than what suits any run on it.
     if {"dataset", "optimizer"} <= named.keys():
         del own["optimizer"]
-    optimizer = optimizer or method.defaults.get("optimizer", "")
-    optimizer = optimizer or named.get("optimizer", "") or own.get("optimizer", "")
+    for values in (method.defaults, named, own):
+        optimizer = optimizer or values.get("optimizer", "")
     own |= {**method.defaults, **of_method(OPTIMIZER_DEFAULTS.get(optimizer, {}))}
     for name in OPTIMIZER_DEFAULTS.get(suits, {}).keys() & named.keys():
         own[name] = named[name] if optimizer == suits else own.get(name, recipe[name])

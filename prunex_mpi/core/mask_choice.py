@@ -21,7 +21,7 @@ from prunex_mpi.core.state import RunContext, State
 from prunex_mpi.models.dummy_input import find_ends
 from prunex_mpi.models.inputs import Inputs
 from prunex_mpi.models.layout import Layout
-from prunex_mpi.pruning.coupling import find_coupling
+from prunex_mpi.pruning.coupling import Coupling, find_coupling
 from prunex_mpi.pruning.groups import INSTEAD, Groups, Selection, find_groups, out_of_reach
 from prunex_mpi.pruning.masks import find_pruned
 from prunex_mpi.pruning.projection import gate_gradients, group_squared_norms, select, with_budget
@@ -33,14 +33,14 @@ from prunex_mpi.settings.fields import Settings
 # --------------------------------------------------------------------------------------------------
 
 
-def try_removal(settings: Settings, model: nn.Module, inputs: Inputs) -> None:
-    """Try whether `model` works without its coupled groups, on the CPU, if need be.
+def try_removal(settings: Settings, model: nn.Module, inputs: Inputs) -> Coupling | None:
+    """Try whether `model` works without its coupled groups, on the CPU; return them, None if none.
 
     Raises UserError where it does not, or could not be trained without them.
     """
     removing = settings.method.removes
     if not removing and (not settings.method.prunes_groups or "coupled" not in settings.groups):
-        return
+        return None
     coupling = find_tried(model, inputs, layers=removing)
     if settings.remove_dropped or removing:
         reason = training_failure(model, coupling, inputs)
@@ -52,15 +52,26 @@ def try_removal(settings: Settings, model: nn.Module, inputs: Inputs) -> None:
                 f"{what}: a smaller network could not be trained, since the model reads channels "
                 f"in training alone ({reason}); {instead}"
             )
+    return coupling
 
 
-def make_groups(settings: Settings, model: nn.Module, layout: Layout, inputs: Inputs) -> Groups:
-    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them."""
+def make_groups(
+    settings: Settings,
+    model: nn.Module,
+    layout: Layout,
+    inputs: Inputs,
+    coupling: Coupling | None = None,
+) -> Groups:
+    """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
+
+    `coupling` is what `try_removal` has returned, where it was asked on this rank.
+    """
     removes = settings.method.removes
     kinds = ("coupled",) if removes else settings.method.own_groups or settings.groups
     if not (removes or settings.method.keeps_by_layer):
         return Groups((), (), 0, ())
-    coupling = find_coupling(model, inputs, layers=removes) if "coupled" in kinds else None
+    if coupling is None and "coupled" in kinds:
+        coupling = find_coupling(model, inputs, layers=removes)
     if removes:
         return find_groups(model, layout, kinds, (1.0,), coupling=coupling)
     found = find_groups(

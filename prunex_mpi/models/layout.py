@@ -26,8 +26,7 @@ NORM_NUMEL = 2**20
 # Elements of a tile: on a CPU tiles of six vectors fit into a core's second-level cache; on other
 # devices a kernel launch must be worth it, and a tile stay small beside the model.
 CPU_TILE, DEVICE_TILE = 2**16, 2**24
-
-
+# The layers of which Muon takes the matrices.
 LAYERS = (*(nn.Linear, nn.MultiheadAttention), *(nn.Conv1d, nn.Conv2d, nn.Conv3d))
 
 

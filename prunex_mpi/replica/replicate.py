@@ -138,8 +138,8 @@ def _assemble(
         followed = read
         if any(p.device.type != "cpu" for p in read.parameters()):
             followed = copy.deepcopy(read).cpu()
-        try_removal(settings, followed, inputs)
-        groups = make_groups(settings, followed, layout, inputs)
+        coupling = try_removal(settings, followed, inputs)
+        groups = make_groups(settings, followed, layout, inputs, coupling)
         memory = OptimizerMemory(optimizer, read, layout, given=True)
         state = build_state(read, layout, groups, settings, optimizer=memory)
         state.memory.declare(memory_of(settings, state))

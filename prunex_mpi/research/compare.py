@@ -291,8 +291,8 @@ def check_rows(options: Options, size: int, inputs: Any) -> None:
             trained[row.name] = counts[0]
         try:
             model = make_model(found[0], inputs)
-            try_removal(found[0], model, inputs)
-            make_groups(found[0], model, build_layout(model), inputs)
+            coupling = try_removal(found[0], model, inputs)
+            make_groups(found[0], model, build_layout(model), inputs, coupling)
         except UserError as error:
             raise UserError(f"row {row.name}: {error}", error.exit_code) from None
     if len({*trained.values()}) > 1:

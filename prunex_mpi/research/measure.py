@@ -114,8 +114,8 @@ def check_models(bench: Bench, sections: Sequence[str]) -> None:
         bench.heartbeat.go_on()
         try:
             network = make_model(settings, inputs)
-            try_removal(settings, network, inputs)
-            make_groups(settings, network, build_layout(network), inputs)
+            coupling = try_removal(settings, network, inputs)
+            make_groups(settings, network, build_layout(network), inputs, coupling)
         except UserError as error:
             raise UserError(f"model {settings.model}: {error}", error.exit_code) from None
 

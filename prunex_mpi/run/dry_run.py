@@ -59,8 +59,8 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     parameter = next(model.parameters())
     bn_modules = batchnorm.find(model)
     size, statistics = parameter.element_size(), batchnorm.numel(bn_modules)
-    try_removal(settings, model, inputs)
-    groups = make_groups(settings, model, layout, inputs)
+    coupling = try_removal(settings, model, inputs)
+    groups = make_groups(settings, model, layout, inputs, coupling)
     if settings.method.per_step or settings.method.own_exchange:
         return _of_own_exchange(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
