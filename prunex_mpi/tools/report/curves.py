@@ -49,7 +49,7 @@ GREY = "#555555"
 DPI = 150
 # The inches of a picture that fills a column of the page, and the letters that a legend has room
 # for beside each other.
-WIDTH, LETTERS = 7.0, 96
+WIDTH, LETTERS = 7.0, 116
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
