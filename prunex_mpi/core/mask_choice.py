@@ -55,6 +55,15 @@ def try_removal(settings: Settings, model: nn.Module, inputs: Inputs) -> Couplin
     return coupling
 
 
+def try_groups(settings: Settings, model: nn.Module, layout: Layout, inputs: Inputs) -> Groups:
+    """Find the groups of `model`, as `make_groups`, once it has been seen to work without them.
+
+    Raises UserError as `try_removal`.
+    """
+    coupling = try_removal(settings, model, inputs)
+    return make_groups(settings, model, layout, inputs, coupling)
+
+
 def make_groups(
     settings: Settings,
     model: nn.Module,
@@ -64,7 +73,7 @@ def make_groups(
 ) -> Groups:
     """Find the groups of `model`, which is on the CPU; none for methods that do not prune them.
 
-    `coupling` is what `try_removal` has returned, where it was asked on this rank.
+    `coupling` is what `try_removal` has returned, where it was asked on this rank (`try_groups`).
     """
     removes = settings.method.removes
     kinds = ("coupled",) if removes else settings.method.own_groups or settings.groups

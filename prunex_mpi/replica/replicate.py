@@ -24,7 +24,7 @@ from prunex_mpi.comm.collectives import BUCKET_MIB, broadcast_weights_, build_tr
 from prunex_mpi.comm.topology import Topology, nodes_of, set_threads
 from prunex_mpi.config.resolve import BY_NAME, FIELDS, OWNER, make, to_toml
 from prunex_mpi.core.evaluation import statistics_of_z
-from prunex_mpi.core.mask_choice import log_unpruned, make_groups, try_removal
+from prunex_mpi.core.mask_choice import log_unpruned, try_groups
 from prunex_mpi.core.optimizer import OptimizerMemory
 from prunex_mpi.core.schedule import steps_taken, total_steps
 from prunex_mpi.core.state import Problem, RunContext, State, build_state, weights
@@ -138,8 +138,7 @@ def _assemble(
         followed = read
         if any(p.device.type != "cpu" for p in read.parameters()):
             followed = copy.deepcopy(read).cpu()
-        coupling = try_removal(settings, followed, inputs)
-        groups = make_groups(settings, followed, layout, inputs, coupling)
+        groups = try_groups(settings, followed, layout, inputs)
         memory = OptimizerMemory(optimizer, read, layout, given=True)
         state = build_state(read, layout, groups, settings, optimizer=memory)
         state.memory.declare(memory_of(settings, state))

@@ -53,7 +53,7 @@ from prunex_mpi.comm.agreement import (
 )
 from prunex_mpi.config.cli import read_saved, resumed_by_tokenizer, shown
 from prunex_mpi.config.resolve import FIELDS, first_difference, flat_values
-from prunex_mpi.core.mask_choice import make_groups, try_removal
+from prunex_mpi.core.mask_choice import try_groups
 from prunex_mpi.core.schedule import steps_with, total_steps
 from prunex_mpi.data.request import Request
 from prunex_mpi.data.text import TextSet
@@ -291,8 +291,7 @@ def check_rows(options: Options, size: int, inputs: Any) -> None:
             trained[row.name] = counts[0]
         try:
             model = make_model(found[0], inputs)
-            coupling = try_removal(found[0], model, inputs)
-            make_groups(found[0], model, build_layout(model), inputs, coupling)
+            try_groups(found[0], model, build_layout(model), inputs)
         except UserError as error:
             raise UserError(f"row {row.name}: {error}", error.exit_code) from None
     if len({*trained.values()}) > 1:

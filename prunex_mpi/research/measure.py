@@ -42,7 +42,7 @@ from prunex_mpi.compress.quantise import (
 from prunex_mpi.config.resolve import make, with_overrides
 from prunex_mpi.core.admm import find_residuals, update_duals
 from prunex_mpi.core.loop import averaging
-from prunex_mpi.core.mask_choice import make_groups, project_locally, try_removal
+from prunex_mpi.core.mask_choice import make_groups, project_locally, try_groups
 from prunex_mpi.core.state import State, adopt_mask, build_state, comms_of, next_iteration
 from prunex_mpi.data.request import Request
 from prunex_mpi.diagnosis.devices import gpu_identity
@@ -114,8 +114,7 @@ def check_models(bench: Bench, sections: Sequence[str]) -> None:
         bench.heartbeat.go_on()
         try:
             network = make_model(settings, inputs)
-            coupling = try_removal(settings, network, inputs)
-            make_groups(settings, network, build_layout(network), inputs, coupling)
+            try_groups(settings, network, build_layout(network), inputs)
         except UserError as error:
             raise UserError(f"model {settings.model}: {error}", error.exit_code) from None
 

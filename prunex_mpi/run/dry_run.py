@@ -7,7 +7,7 @@ from prunex_mpi.base.units import MIB, ring_bytes
 from prunex_mpi.comm.topology import Topology
 from prunex_mpi.config.cli import shown
 from prunex_mpi.config.resolve import flat_values, make, toml_key
-from prunex_mpi.core.mask_choice import make_groups, try_removal
+from prunex_mpi.core.mask_choice import try_groups
 from prunex_mpi.core.message import message_bytes
 from prunex_mpi.core.schedule import quadratic_rounds, schedule_progress
 from prunex_mpi.core.state import find_stats_groups, kept_stats
@@ -59,8 +59,7 @@ def forecast(settings: Settings, topology: Topology, known: Known) -> str:
     parameter = next(model.parameters())
     bn_modules = batchnorm.find(model)
     size, statistics = parameter.element_size(), batchnorm.numel(bn_modules)
-    coupling = try_removal(settings, model, inputs)
-    groups = make_groups(settings, model, layout, inputs, coupling)
+    groups = try_groups(settings, model, layout, inputs)
     if settings.method.per_step or settings.method.own_exchange:
         return _of_own_exchange(settings, topology, layout, size, statistics)
     stats_groups = find_stats_groups(model, bn_modules, layout, groups)
